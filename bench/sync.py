@@ -3,7 +3,9 @@
 A trainer updates 100,000 rows a second and writes the time into one more row every 20 ms. Two
 replicas, processes of their own, look that row up: its age is how far they are behind. The
 trainer's processor time for the same steps without a publisher is the baseline of its slowdown: of
-the training thread, and of the process with the publisher's threads.
+the training thread, and of the process with the publisher's threads. A replica that begins with a
+checkpoint is compared with a plain read of the checkpoint's files, and its memory with that of fp32
+rows.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,6 +30,9 @@ MARK = -1  # the id of the row with the time
 FRESH = "an update is visible, {}, 2 replicas, 100 k rows/s"
 SLOWED = "processor time of training with a publisher"
 SPENT = "processor time of training and publishing, all threads"
+LOADED = "loading a checkpoint of D=32 with Adagrad's state, {}"
+MEMORY = "memory of a replica with {} rows, D={}"
+LOAD_DIM, MEMORY_DIMS = 32, (32, 128)
 
 
 def cases() -> tuple[Case, ...]:
@@ -40,19 +46,32 @@ def cases() -> tuple[Case, ...]:
         name=SLOWED, unit="ms/step", better="lower", peer="without a publisher", bar=1 / 1.03
     )
     spent = Case(name=SPENT, unit="ms/step", better="lower", peer="without a publisher")
-    return (*fresh, slowed, spent)
+    loaded = [
+        Case(name=LOADED.format("from disk"), unit="s", better="lower",
+             peer="a plain read of its files", bar=1 / 1.3),
+        Case(name=LOADED.format("cached"), unit="s", better="lower",
+             peer="a plain read of its files"),
+    ]  # fmt: skip
+    memory = [
+        Case(name=MEMORY.format(dtype, dim), unit="B/row", better="lower",
+             peer="fp32 rows with metadata and index")
+        for dim in MEMORY_DIMS for dtype in ("float16", "int8")
+    ]  # fmt: skip
+    return (*fresh, slowed, spent, *loaded, *memory)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_json(parser, "sync")
     parser.add_argument("--quick", action="store_true", help="a few seconds")
+    parser.add_argument("--rows", type=int, default=ROWS, help="of the checkpoint that is loaded")
     parser.add_argument("--replica", metavar="ADDRESS", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.replica:
         _follow(options.replica)
         return
     found = measure(seconds=3.0 if options.quick else 20.0, turns=2 if options.quick else 4)
+    found |= measure_load(options.rows, turns=2 if options.quick else 5) | measure_memory()
     conclude([as_row(case, found.get(case.name)) for case in cases()], options.json, PACKAGES)
 
 
@@ -88,6 +107,103 @@ def measure(seconds: float, turns: int) -> dict[str, Measured]:
             for k, name in enumerate((SLOWED, SPENT))
         },
     }
+
+
+def measure_load(rows: int, turns: int) -> dict[str, Measured]:
+    """A replica's load, and a plain read of the same files, in turns."""
+    import torch
+
+    from shoal import Segment, TableSpec
+    from shoal.checkpoint import Contents, save
+    from shoal.sync.replica import Replica
+    from shoal.table.factory import make_shard
+    from shoal.table.hosting import HostedTables
+    from work_checkpoint import PLAIN_BLOCK, _forget_cached, _plain_read
+
+    specs = (TableSpec(name="row", segments=(Segment(dim=LOAD_DIM),)),)
+    block = memoryview(bytearray(PLAIN_BLOCK))
+    torch.set_num_threads(2)
+    with tempfile.TemporaryDirectory() as root:
+        shard = make_shard(specs)
+        for start in range(0, rows, 1 << 20):
+            _fill(shard, start, min(start + (1 << 20), rows))
+        contents = Contents(tables={"model": HostedTables(specs, shard)})
+        save(root, contents, step=1, position=0)
+        del shard, contents
+        files = [one for one in Path(root).rglob("*") if one.is_file()]
+        size = sum(one.stat().st_size for one in files)
+        times: dict[str, list[tuple[float, float]]] = {"from disk": [], "cached": []}
+        for _ in range(turns):
+            for how, found in times.items():
+                pair = []
+                for load in (True, False):
+                    if how == "from disk":
+                        _forget_cached(Path(root))
+                    else:
+                        _read_all(files, block, _plain_read)
+                    began_s = time.perf_counter()
+                    if load:
+                        with Replica(specs, [], checkpoint=root) as replica:
+                            pair.append(time.perf_counter() - began_s)
+                            assert replica.shard.size(0) == rows
+                        del replica
+                    else:
+                        _read_all(files, block, _plain_read)
+                        pair.append(time.perf_counter() - began_s)
+                found.append((pair[0], pair[1]))
+    note = f"{rows:,} rows, {size / 1e6:,.0f} MB, 2 threads"
+    return {
+        LOADED.format(how): Measured(
+            ours=min(one for one, _ in found), peer_value=min(one for _, one in found), note=note
+        )
+        for how, found in times.items()
+    }
+
+
+def _read_all(files: list[Path], block: memoryview, read: Any) -> None:
+    for file in files:
+        read(file, block)
+
+
+def _fill(shard: Any, start: int, stop: int) -> None:
+    import torch
+
+    from shoal.table.shard import IdGroups, StepContext
+
+    ids = IdGroups(
+        torch.arange(start, stop),
+        torch.tensor([0, stop - start]),
+        torch.zeros(1, dtype=torch.int32),
+    )
+    shard.assign(ids, [torch.randn(stop - start, LOAD_DIM)], ctx=StepContext())
+
+
+def measure_memory(rows: int = ROWS) -> dict[str, Measured]:
+    """Bytes a row of a replica that loaded its rows, index and metadata included."""
+    import torch
+
+    from shoal import Segment, TableSpec
+    from shoal.sync.replica import serving_spec
+    from shoal.table.cpu.shard import CpuShard
+    from shoal.table.rows import stored
+    from shoal.table.values import RowChunk
+
+    found = {}
+    zeros = torch.zeros(rows, dtype=torch.int64)
+    for dim in MEMORY_DIMS:
+        bytes_of: dict[str, float] = {}
+        spec = TableSpec(name="row", segments=(Segment(dim=dim),))
+        for dtype in ("float32", "float16", "int8"):
+            served = serving_spec(spec, dtype)  # type: ignore[arg-type]
+            shard, ids = CpuShard((served,)), torch.arange(rows)
+            weights, none = stored(served, torch.zeros(rows, dim)), torch.empty(rows, 0)
+            shard.load(0, RowChunk("row", ids, weights, none, zeros + 1, zeros, zeros))
+            bytes_of[dtype] = shard.stats()[0].bytes_total / rows
+        for dtype in ("float16", "int8"):
+            found[MEMORY.format(dtype, dim)] = Measured(
+                ours=bytes_of[dtype], peer_value=bytes_of["float32"], note=f"{rows:,} rows"
+            )
+    return found
 
 
 def _spec() -> Any:

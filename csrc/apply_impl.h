@@ -191,7 +191,7 @@ template <class T, class Body>
 __attribute__((always_inline)) inline void each_row(const ApplyJob& job, const ApplyScratch s,
                                                     std::uint32_t unique, const Body& body) {
   const RowView v = job.table.rows;
-  const std::size_t weight_bytes = static_cast<std::size_t>(v.dim) * element_size(v.dtype);
+  const std::size_t weight_bytes = row_size(v);
   const std::size_t state_bytes = static_cast<std::size_t>(v.state_width) * sizeof(T);
   const std::size_t grad_bytes = static_cast<std::size_t>(v.dim) * sizeof(T);
   RowPlace ring[kAhead];
@@ -230,7 +230,7 @@ template <class T>
 void step_any_row(const ApplyJob& job, std::uint32_t row, const RowPlace& place, T* g, T* temp,
                   const T* seen) {
   const TableView& t = job.table;
-  const bool narrow = t.rows.dtype == DType::f16 || t.rows.dtype == DType::bf16;
+  const bool narrow = t.rows.dtype != DType::f32 && t.rows.dtype != DType::f64;
   T* w = reinterpret_cast<T*>(place.weights);
   if (narrow) {
     w = temp;
@@ -253,7 +253,9 @@ void step_any_row(const ApplyJob& job, std::uint32_t row, const RowPlace& place,
     with_rule<T>(s.rule.kind, [&](auto rule) { rule.value(a); });
   }
   if constexpr (sizeof(T) == 4) {
-    if (narrow) {
+    if (t.rows.dtype == DType::i8) {
+      store_nearest(t.rows.dtype, w, place.weights, t.rows.dim);
+    } else if (narrow) {
       const RowMaker maker{t.segments, t.n_segments, t.key, t.first_column};
       store_stochastic(maker, t.rows.dtype, row_id(t.rows, row), job.step.global_step, w,
                        place.weights, t.rows.dim);

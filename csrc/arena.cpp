@@ -22,7 +22,8 @@ Arena::Arena(int dim, int state_width, DType dtype)
   strides_[kVersions] = 4;
   strides_[kSeen] = 8;
   strides_[kIds] = 8;
-  strides_[kWeights] = align16(dim * element_bytes(dtype));
+  strides_[kWeights] = row_bytes(dtype, dim);
+  if (dtype != DType::i8) strides_[kWeights] = align16(strides_[kWeights]);
   strides_[kState] = align16(state_width * real);
   const std::size_t widest = std::max(strides_[kWeights], strides_[kState]);
   geometry_.chunk = 12;

@@ -105,7 +105,8 @@ TableSpec table_from(const nb::dict& d) {
   static const std::map<std::string, DType> dtypes = {{"float32", DType::f32},
                                                       {"float16", DType::f16},
                                                       {"bfloat16", DType::bf16},
-                                                      {"float64", DType::f64}};
+                                                      {"float64", DType::f64},
+                                                      {"int8", DType::i8}};
   static const std::map<std::string, OnFull> policies = {
       {"raise", OnFull::raise}, {"lru", OnFull::lru}, {"lfu", OnFull::lfu}};
   TableSpec t;

@@ -126,7 +126,7 @@ std::int64_t find_copy_of(const IndexView v, const RowView r, const std::int64_t
 
 std::int64_t find_copy(const IndexView& index, const RowView& rows, const std::int64_t* ids,
                        std::int64_t n, char* out, std::uint8_t* found, bool large) {
-  const std::size_t bytes = static_cast<std::size_t>(rows.dim) * element_size(rows.dtype);
+  const std::size_t bytes = row_size(rows);
   if (large && bytes >= 128 && streamable(out, bytes)) {
     const std::int64_t missing = with_bytes(bytes, [&](auto width) {
       return find_copy_of<true>(index, rows, ids, n, width, out, found);
@@ -151,6 +151,9 @@ inline void read_initial(const TableView& t, std::int64_t id, float* out) {
     for (int i = 0; i < t.rows.dim; ++i) out[i] = half_to_float(float_to_half(out[i]));
   } else if (t.rows.dtype == DType::bf16) {
     for (int i = 0; i < t.rows.dim; ++i) out[i] = bf16_to_float(float_to_bf16(out[i]));
+  } else if (t.rows.dtype == DType::i8) {
+    const float scale = int8_scale(out, t.rows.dim);
+    for (int i = 0; i < t.rows.dim; ++i) out[i] = int8_code(out[i], scale) * scale;
   }
 }
 inline void read_initial(const TableView& t, std::int64_t id, double* out) {
@@ -305,8 +308,7 @@ void gather_bags(const GatherJob& job, std::int64_t bag_start, std::int64_t bag_
   if (bag_start < bag_stop && single_copy<T>(job)) {
     bag_start += copy_single<T>(job, bag_start, bag_stop, start_of(bag_start));
   }
-  const std::size_t bytes = static_cast<std::size_t>(job.table.rows.dim) *
-                            element_size(job.table.rows.dtype);
+  const std::size_t bytes = row_size(job.table.rows);
   const std::int64_t last = start_of(bag_stop);
   std::int64_t fetched = start_of(bag_start);
   for (std::int64_t bag = bag_start; bag < bag_stop; ++bag) {

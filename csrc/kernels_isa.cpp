@@ -9,8 +9,10 @@
 
 namespace shoal {
 namespace {
-inline std::size_t element_size(DType dtype) {
-  return dtype == DType::f64 ? 8U : dtype == DType::f32 ? 4U : 2U;
+inline std::size_t row_size(const RowView& v) {
+  const auto d = static_cast<std::size_t>(v.dim);
+  if (v.dtype == DType::i8) return d + 4;
+  return d * (v.dtype == DType::f64 ? 8U : v.dtype == DType::f32 ? 4U : 2U);
 }
 }  // namespace
 }  // namespace shoal
@@ -43,7 +45,7 @@ void init_rows(const TableView& t, const std::int64_t* ids, const std::int32_t* 
                std::int64_t n, StepParams step) {
   const RowView v = t.rows;
   const RowMaker maker{t.segments, t.n_segments, t.key, t.first_column};
-  const std::size_t weight_bytes = static_cast<std::size_t>(v.dim) * element_size(v.dtype);
+  const std::size_t weight_bytes = row_size(v);
   const std::size_t real = is_double(t) ? 8 : 4;
   const std::size_t state_bytes = static_cast<std::size_t>(v.state_width) * real;
   const bool direct = v.dtype == DType::f32;

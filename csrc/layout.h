@@ -5,7 +5,8 @@
 
 namespace shoal {
 
-enum class DType : std::uint8_t { f32 = 0, f16 = 1, bf16 = 2, f64 = 3 };
+// i8: codes, then the row's scale as fp32.
+enum class DType : std::uint8_t { f32 = 0, f16 = 1, bf16 = 2, f64 = 3, i8 = 4 };
 
 enum class RuleKind : std::uint8_t;  // rules_impl.h lists them
 constexpr int kMostParams = 8;       // of a rule
@@ -39,8 +40,11 @@ struct Segment {
   RetrieverParams retriever;
 };
 
-inline std::size_t element_bytes(DType dtype) {
-  return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;
+// Of the weights of a row.
+inline std::size_t row_bytes(DType dtype, int dim) {
+  const auto d = static_cast<std::size_t>(dim);
+  if (dtype == DType::i8) return d + 4;
+  return d * (dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2);
 }
 
 // Rows live in blocks that never move. Block 0 holds 2^first rows, the next ones double until

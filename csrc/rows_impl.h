@@ -182,10 +182,31 @@ inline void initial_rows(const RowMaker& maker, const std::int64_t (&ids)[kPhilo
   }
 }
 
+// Rows of 8 bits: multiples of a scale, of which the largest finite weight is 127.
+inline float int8_scale(const float* in, int d) {
+  float most = 0;
+  for (int i = 0; i < d; ++i) {
+    const float size = std::fabs(in[i]);
+    if (std::isfinite(size)) most = std::max(most, size);
+  }
+  return most / 127.0F;
+}
+inline float int8_code(float x, float scale) {
+  const float code = x / scale;
+  return std::isnan(code) ? 0.0F : std::nearbyint(std::clamp(code, -127.0F, 127.0F));
+}
+
 // Storage to float/double and back, without retrievers.
 inline void load_weights(DType dtype, const char* row, float* out, int d) {
   if (dtype == DType::f32) {
     std::memcpy(out, row, static_cast<std::size_t>(d) * 4);
+    return;
+  }
+  if (dtype == DType::i8) {
+    float scale;
+    std::memcpy(&scale, row + d, 4);
+    const auto* codes = reinterpret_cast<const std::int8_t*>(row);
+    for (int i = 0; i < d; ++i) out[i] = static_cast<float>(codes[i]) * scale;
     return;
   }
   const auto* bits = reinterpret_cast<const std::uint16_t*>(row);
@@ -205,6 +226,10 @@ inline void store_nearest(DType dtype, const float* in, char* row, int d) {
   } else if (dtype == DType::f64) {
     auto* out = reinterpret_cast<double*>(row);
     for (int i = 0; i < d; ++i) out[i] = in[i];
+  } else if (dtype == DType::i8) {
+    const float scale = int8_scale(in, d);
+    for (int i = 0; i < d; ++i) row[i] = static_cast<char>(int8_code(in[i], scale));
+    std::memcpy(row + d, &scale, 4);
   } else {
     auto* out = reinterpret_cast<std::uint16_t*>(row);
     for (int i = 0; i < d; ++i) {

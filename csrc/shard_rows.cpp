@@ -9,7 +9,7 @@ namespace shoal {
 
 static Exported copy_rows(const Table& table, const std::vector<std::int32_t>& rows) {
   const RowView view = table.view().rows;
-  const std::size_t weight = view.dim * element_bytes(view.dtype);
+  const std::size_t weight = row_bytes(view.dtype, view.dim);
   const std::size_t state = view.state_width * (view.dtype == DType::f64 ? 8 : 4);
   Exported out;
   out.n = static_cast<std::int64_t>(rows.size());

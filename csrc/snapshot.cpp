@@ -21,7 +21,7 @@ std::vector<PreImages::Form> forms_of(const Shard& shard) {
     const Table& table = shard.table(t);
     const TableSpec& spec = table.spec();
     const std::size_t real = spec.dtype == DType::f64 ? 8 : 4;
-    forms.push_back(PreImages::Form{spec.dim * element_bytes(spec.dtype), spec.state_width * real,
+    forms.push_back(PreImages::Form{row_bytes(spec.dtype, spec.dim), spec.state_width * real,
                                     spec.salt, table.arena().high_water()});
   }
   return forms;
@@ -68,9 +68,11 @@ std::int64_t Snapshot::find(int t, std::uint64_t first, std::uint64_t last, int 
 void Snapshot::copy_piece(const RowView& view, std::size_t start, std::size_t stop,
                           const SnapshotColumns& to) const {
   constexpr std::size_t kAhead = 16;
-  const std::size_t weights = view.dim * element_bytes(view.dtype);
-  const std::size_t state = view.state_width * (view.dtype == DType::f64 ? 8 : 4);
-  const bool streams = streamable(to.weights, weights) && streamable(to.state, state);
+  const std::size_t weights = row_bytes(view.dtype, view.dim);
+  const std::size_t state =
+      to.state == nullptr ? 0 : view.state_width * (view.dtype == DType::f64 ? 8 : 4);
+  const bool streams =
+      to.state != nullptr && streamable(to.weights, weights) && streamable(to.state, state);
   const auto ask = [&](std::size_t i) {
     const std::uint32_t row = found_[i];
     const BlockView& block = block_view(view, row);
@@ -78,7 +80,7 @@ void Snapshot::copy_piece(const RowView& view, std::size_t start, std::size_t st
     __builtin_prefetch(block.ids + std::size_t{row} * 8);
     __builtin_prefetch(block.seen + std::size_t{row} * 8);
     prefetch_row<512, 64, 0>(block.weights + row * view.weight_stride, weights);
-    prefetch_row<512, 64, 0>(block.state + row * view.state_stride, state);
+    if (state > 0) prefetch_row<512, 64, 0>(block.state + row * view.state_stride, state);
   };
   for (std::size_t i = start; i < std::min(start + kAhead, stop); ++i) ask(i);
   for (std::size_t i = start; i < stop; ++i) {
@@ -150,8 +152,9 @@ void Snapshot::read(const SnapshotColumns& to, int threads) {
 
 void Snapshot::fill(const SnapshotColumns& to, const std::vector<std::uint64_t>& missed) {
   const TableSpec& spec = shard_.table(found_table_).spec();
-  const std::size_t weights = spec.dim * element_bytes(spec.dtype);
-  const std::size_t state = spec.state_width * (spec.dtype == DType::f64 ? 8 : 4);
+  const std::size_t weights = row_bytes(spec.dtype, spec.dim);
+  const std::size_t state =
+      to.state == nullptr ? 0 : spec.state_width * (spec.dtype == DType::f64 ? 8 : 4);
   // Open addressing: row << 32 | place, all ones where free (no row has that number).
   std::size_t size = 16;
   while (size < 2 * missed.size()) size *= 2;

@@ -33,7 +33,8 @@ class SnapshotRefused : public std::exception {
   Why why_;
 };
 
-// Where the rows of a range go: a value a row, or rows of `Form` bytes.
+// Where the rows of a range go: a value a row, or rows of `Form` bytes. No state: rows without it, to
+// be read again soon.
 struct SnapshotColumns {
   std::int64_t *ids, *versions, *seen_s, *counts;
   char *weights, *state;

@@ -177,7 +177,7 @@ void Table::copy_run(const Columns& from, std::int64_t at, std::uint32_t row,
                      std::int64_t n) const {
   const RowView view = arena_.view();
   const BlockView& block = block_view(view, row);
-  const std::size_t weights = view.dim * element_bytes(view.dtype);
+  const std::size_t weights = row_bytes(view.dtype, view.dim);
   const std::size_t state = view.state_width * (view.dtype == DType::f64 ? 8 : 4);
   copy_rows_in(block.weights + row * view.weight_stride, view.weight_stride,
                from.weights + at * weights, weights, n);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +13,13 @@ import pytest
 import torch
 
 from shoal import config as settings
-from shoal.checkpoint import CheckpointStore, Contents, LoadOptions, load
+from shoal.checkpoint import CheckpointStore, Contents, LoadOptions, load, load_share
 from shoal.comm.transport import Secret
 from shoal.config.build import build_parts, open_data
 from shoal.sync.replica import Replica
 from shoal.table.factory import make_shard
 from shoal.table.hosting import HostedTables
+from shoal.table.shard import Shard
 from support.ranks import free_port
 from support.small_runs import small_run
 
@@ -60,6 +62,54 @@ def test_a_replica_ends_with_the_rows_of_the_run(ranks: int, tmp_path: Path) -> 
             parts.module.load_state_dict(replica.dense())
 
 
+@pytest.mark.slow
+def test_parameter_servers_publish_their_rows(tmp_path: Path) -> None:
+    ports, port = [free_port(), free_port()], free_port()
+    file = tmp_path / "run.yaml"
+    publish = {**CONFIG["publish"], "address": f"tcp://127.0.0.1:{port}"}
+    file.write_text(yaml.safe_dump({**CONFIG, "publish": publish}))
+    addresses = [f"tcp://127.0.0.1:{one}" for one in ports]
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "shoal.cli", *arguments],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    started = []
+    try:
+        for index, address in enumerate(addresses):
+            served = ("--index", str(index), "--of", "2", "--address", address, "--store", "store")
+            started.append(start("ps", str(file), *served))
+        servers = f"distributed.servers.addresses=[{','.join(addresses)}]"
+        trainer = start("train", str(file), "distributed.path=ps", servers)
+        started.append(trainer)
+        run = settings.load(str(file), ())
+        data = open_data(run)
+        tables = build_parts(run, run.model, offered=data.features, num_dense=data.num_dense).tables
+        publishers = [f"tcp://127.0.0.1:{port + index}" for index in range(2)]
+        with Replica(tables, publishers, every_s=0.02) as replica:
+            printed, _ = trainer.communicate(timeout=240)
+            assert trainer.returncode == 0, printed
+            for server in started[:2]:
+                server.send_signal(signal.SIGTERM)
+            for server in started[:2]:
+                printed, _ = server.communicate(timeout=120)
+                assert server.returncode == 0 and "publishing at tcp://" in printed, printed
+            urls = [str(tmp_path / "store" / f"server-{index}-of-2") for index in range(2)]
+            shard = make_shard(tables)
+            load_share(urls, HostedTables(tables, shard), 0, collection="tables")
+            same(replica, shard)
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
+
+
 def compare(replica: Replica, tables: tuple, runs: Path) -> None:
     """A replica's rows and those of the run's last checkpoint."""
     shard = make_shard(tables)
@@ -69,7 +119,11 @@ def compare(replica: Replica, tables: tuple, runs: Path) -> None:
     contents = Contents(tables={"deepfm": HostedTables(tables, shard)})
     options = LoadOptions(allow_unknown=frozenset(("module:deepfm", "optimizer:deepfm")))
     load(f"{folder}/{newest.name}", contents, options=options)
-    for table in range(len(tables)):
+    same(replica, shard)
+
+
+def same(replica: Replica, shard: Shard) -> None:
+    for table in range(len(shard.specs)):
         ours, theirs = replica.shard.export(table), shard.export(table)
         assert len(ours.ids) > 100
         assert torch.equal(ours.ids, theirs.ids)

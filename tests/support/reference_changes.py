@@ -165,7 +165,7 @@ class ReferenceSnapshot:
             counts[(key + (1 << 63)) >> (64 - bits)] += 1
         return counts
 
-    def read(self, table: int, start: int, stop: int) -> RowChunk:
+    def read(self, table: int, start: int, stop: int, *, state: bool = True) -> RowChunk:
         if not 0 <= start <= stop <= HASHES:
             raise refused("range of hashes", (start, stop))
         ids, keys = self._sorted(table)

@@ -201,6 +201,24 @@ class DenseReader:
         return parsing(self._storage, _INDEX, "names, shapes and places of values")
 
 
+def read_module(storage: Storage, manifest: Manifest, name: str) -> dict[str, Tensor]:
+    """The tensors of a saved module by name, without the module; extra state is left out.
+
+    Raises:
+        CheckpointError: a dense file is missing or damaged.
+    """
+    prefix = f"module/{name}/"
+    if name not in manifest.modules:
+        return {}
+    check_files(storage, manifest)
+    reader = DenseReader(storage)
+    return {
+        key.removeprefix(prefix): reader.value(key)
+        for key in reader.names()
+        if key.startswith(prefix) and reader.shape(key) is not None
+    }
+
+
 def _index(storage: Storage) -> Metadata:
     """What `.metadata` says, which torch pickles."""
     with storage.open(_INDEX) as file:

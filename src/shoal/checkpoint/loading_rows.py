@@ -33,7 +33,7 @@ from shoal.errors import CheckpointError, TableFull
 from shoal.placement import Hosted, hash_ids, owners
 from shoal.rules.initializers import initial_values
 from shoal.table.hosting import HostedTables, hosted_admission, hosted_rows
-from shoal.table.rows import real_dtype, weight_dtype
+from shoal.table.rows import real_dtype, stored
 from shoal.table.shard import HASHES, Shard
 from shoal.table.spec import OnFull
 from shoal.table.values import AdmissionState, RowChunk
@@ -73,10 +73,13 @@ def adapt(match: TableMatch, chunk: RowChunk, *, seed: int, now_s: int | None) -
         if bool(gone_R.any()):
             expired_U, chunk = chunk.ids[gone_R], _kept(chunk, ~gone_R)
     weights, state = chunk.weights, chunk.state
-    if not match.same_columns:
+    if not match.same_weights:
         weights = _weights(match, chunk, seed)
+    if not spec.state_width:
+        state = state[:, :0]
+    elif not match.same_columns:
         state = torch.cat([_state(match, one, chunk) for one in match.segments], dim=1)
-    cast = weights.to(weight_dtype(spec)), state.to(real_dtype(spec))
+    cast = stored(spec, weights), state.to(real_dtype(spec))
     whole = replace(chunk, table=spec.name, weights=cast[0], state=cast[1])
     return Adapted(whole, expired_U, _unfit(weights, cast[0]) + _unfit(state, cast[1]))
 
@@ -110,7 +113,7 @@ def _state(match: TableMatch, one: SegmentMatch, chunk: RowChunk) -> Tensor:
 
 
 def _unfit(before: Tensor, after: Tensor) -> int:
-    if torch.finfo(before.dtype).max <= torch.finfo(after.dtype).max:
+    if after.dtype is torch.int8 or torch.finfo(before.dtype).max <= torch.finfo(after.dtype).max:
         return 0
     return int((before.isfinite() & ~after.isfinite()).sum())
 

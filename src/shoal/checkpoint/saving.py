@@ -36,6 +36,7 @@ class Saving:
     Args:
         url, name: the store's folder, and the checkpoint's in it.
         writer: does it.
+        id: of its manifest.
         version: of the snapshot point.
         cursors: by collection, for the next delta.
         shards: this rank's.
@@ -49,6 +50,7 @@ class Saving:
         name: str,
         writer: JobWriter,
         *,
+        id: str,
         version: int,
         cursors: Mapping[str, Cursor],
         shards: tuple[Shard, ...],
@@ -56,7 +58,8 @@ class Saving:
         claims: Sequence[Claim] = (),
     ) -> None:
         self._claims = tuple(claims)
-        self.url, self.name, self.version, self.collectives = url, name, version, collectives
+        self.url, self.name, self.id, self.version = url, name, id, version
+        self.collectives = collectives
         self._writer, self._cursors, self._shards = writer, dict(cursors), shards
         self._manifest: Manifest | None = None
         self._failure: CheckpointError | None = None
@@ -118,6 +121,11 @@ class Saving:
             CheckpointError: as `wait`.
         """
         self.wait()
+        return self._cursors
+
+    @property
+    def point(self) -> Mapping[str, Cursor]:
+        """Cursors of its snapshot point by collection, whether or not it will be committed."""
         return self._cursors
 
     def progress(self) -> Progress:
@@ -262,6 +270,7 @@ def begin(
         root.url,
         name,
         JobWriter(contents.tables, point, root.child(name), draft, ranks),
+        id=draft.id,
         version=point.version,
         cursors=point.cursors,
         shards=tuple(shards.values()),

@@ -86,9 +86,14 @@ class TableMatch:
     @property
     def same_columns(self) -> bool:
         """Whether a row's numbers are where they were."""
-        return self.saved.dim == self.spec.dim and all(
-            one.source == one.start and one.state_source == one.state_start for one in self.segments
-        )
+        kept = all(one.state_source == one.state_start for one in self.segments)
+        return self.same_weights and kept
+
+    @property
+    def same_weights(self) -> bool:
+        """Whether its weights are."""
+        kept = all(one.source == one.start for one in self.segments)
+        return self.saved.dim == self.spec.dim and kept
 
 
 def saved_table(collection: str, spec: TableSpec, *, rows: int, deleted: int) -> SavedTable:

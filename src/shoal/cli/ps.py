@@ -61,7 +61,8 @@ def ps(
 
     Workers train with distributed.path=ps and the addresses of all servers, or the discovery where
     they register. Servers beyond --of stand by there, and take the index of one that is gone. At
-    the end requests that were read are answered, and the rows are saved.
+    the end requests that were read are answered, and the rows are saved. With `publish` in the
+    config, server i publishes its rows to replicas at that port + i.
 
     Examples:
 
@@ -84,7 +85,9 @@ def ps(
         from shoal.discovery import TfConfig, open_discovery
         from shoal.ps.membership import ROLE, IndexLease
         from shoal.ps.saving import ServerSaver
-        from shoal.ps.server import TableServer
+        from shoal.ps.server import TableServer, spread_over
+        from shoal.sync.publisher import Publisher, address_of_rank
+        from shoal.table.hosting import HostedTables
 
         if status:
             _print_status([config, *(overrides or ())], Secret.of_file(token_file))
@@ -114,8 +117,22 @@ def ps(
             server = rows.serve(address, threads=threads, secret=secret)
             lease.announce(own, announce or server.address)
             print_line(out, f"server {own} of {count} at {server.address}")
+            publisher = None
+            if (publish := run.publish) is not None:
+                hosted = HostedTables(parts.tables, rows.shard, spread_over(parts.tables, count))
+                publisher = saves.enter_context(
+                    Publisher(
+                        hosted, rank=own, every_s=publish.every_s, keep_bytes=publish.keep_bytes
+                    )
+                )
+                at = address_of_rank(publish.address, own)
+                published = publisher.serve(at, secret=Secret.of_file(publish.token_file))
+                saves.callback(published.stop)
+                print_line(out, f"publishing at {published.address}")
             done.wait()
             server.stop()
+            if publisher is not None and run.publish is not None:
+                publisher.drain(run.publish.linger_s)
             lease.check()
 
 

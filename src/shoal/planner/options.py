@@ -13,7 +13,7 @@ from shoal.placement import Hosted, column_wise
 from shoal.planner.statistics import TableStatistics, zipf
 from shoal.planner.topology import Topology
 from shoal.table.hosting import Sharding, hosted_spec
-from shoal.table.spec import RowDType, TableSpec
+from shoal.table.spec import RowDType, ServedDType, TableSpec
 
 Tier = Literal["device", "cache", "host"]
 """Where rows live: on the device, on the host behind a cache on the device, on the host."""
@@ -47,7 +47,7 @@ class TableInput:
     statistics: TableStatistics
     state_width: float = 0
     rows_later: float = 0
-    dtype: RowDType = "float32"
+    dtype: ServedDType = "float32"
     slices: tuple[int, ...] = _SLICES
     tiers: tuple[Tier, ...] = ("device",)
     cache: float | None = None

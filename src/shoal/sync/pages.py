@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.errors import DataError
+from shoal.placement import bucket_hashes, hash_ids, rank_buckets, ranks_of
 from shoal.table.rows import real_dtype, weight_dtype
 from shoal.table.shard import HASHES, MOST_BITS, Snapshot
 from shoal.table.spec import TableSpec
@@ -75,10 +76,61 @@ class DeletedIds:
 Page = ChangedRows | DeletedIds
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Rows whose hashes lie in part `index` of `of` even parts."""
+
+    index: int = 0
+    of: int = 1
+
+    @property
+    def hashes(self) -> tuple[int, int]:
+        """They are in [start, stop)."""
+        first, last = bucket_hashes(*rank_buckets(self.index, self.of))
+        return first, last + 1
+
+    def meets(self, start: int, stop: int) -> bool:
+        """Whether hashes [start, stop) are partly its."""
+        first, end = self.hashes
+        return start < end and first < stop
+
+    def holds(self, start: int, stop: int) -> bool:
+        """Whether they are all its."""
+        first, end = self.hashes
+        return first <= start and stop <= end
+
+    def of_page(self, data: bytes, specs: Sequence[TableSpec]) -> bytes:
+        """A page with what of another page is in the share."""
+        page = unpack(memoryview(data), specs)
+        ids = page.ids if isinstance(page, DeletedIds) else page.chunk.ids
+        kept = ranks_of(hash_ids(specs[page.table].hash_name, ids), self.of) == self.index
+        if isinstance(page, DeletedIds):
+            return pack_deleted(page.table, ids[kept])
+        return pack_rows(page.table, RowChunk(page.chunk.table, *(
+            column[kept] for column in (
+                ids, page.chunk.weights, page.chunk.state, page.chunk.versions,
+                page.chunk.last_seen_s, page.chunk.counts,
+            )
+        )))  # fmt: skip
+
+
+ALL = Share()
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPage:
+    """A page to send, of hashes in [start, stop)."""
+
+    data: bytes
+    rows: int
+    start: int
+    stop: int
+
+
 def pack_rows(table: int, chunk: RowChunk) -> bytes:
     """A page of rows."""
-    meta = chunk.versions, chunk.last_seen_s, chunk.counts
-    whole = [one.clamp(max=(1 << 32) - 1).numpy().astype(np.uint32) for one in meta]
+    meta = chunk.versions, chunk.last_seen_s, chunk.counts  # 32 bits, as loads ask for
+    whole = [one.numpy().astype(np.uint32) for one in meta]
     head = _Head(kind="rows", table=table, rows=len(chunk.ids))
     return _packed(head, [chunk.ids.numpy(), *whole, _bytes(chunk.weights)])
 
@@ -146,29 +198,65 @@ def unpack_dense(page: memoryview) -> dict[str, Tensor]:
     return {one.name: column.view(one.shape) for one, column in columns}
 
 
-def pages_of(snapshot: Snapshot, specs: Sequence[TableSpec]) -> Iterator[bytes]:
-    """All pages of a snapshot: of each table its deletions, then its rows, ordered by hash."""
-    for table in range(len(specs)):
+def pages_of(
+    snapshot: Snapshot,
+    tables: Mapping[int, int],
+    specs: Sequence[TableSpec],
+    share: Share = ALL,
+) -> Iterator[PackedPage]:
+    """Pages of a snapshot: of each table its deletions, then its rows, ordered by hash.
+
+    Args:
+        snapshot: of a shard.
+        tables: those to read there, by what they are called in pages: indices of `specs`.
+        specs: whole tables.
+        share: of rows; deletions come whole.
+    """
+    for table, index in tables.items():
         if snapshot.since:
-            for ids in torch.split(snapshot.deleted(table), PAGE_ROWS):
+            for ids in torch.split(snapshot.deleted(index), PAGE_ROWS):
                 if len(ids):
-                    yield pack_deleted(table, ids)
-        for start, stop in row_ranges(snapshot, table):
-            yield pack_rows(table, snapshot.read(table, start, stop))
+                    ends = hash_ids(specs[table].hash_name, ids[[0, -1]]).tolist()
+                    first, last = (one % HASHES for one in ends)
+                    yield PackedPage(pack_deleted(table, ids), len(ids), first, last + 1)
+        for start, stop in row_ranges(snapshot, index, share):
+            chunk = snapshot.read(index, start, stop, state=False)
+            yield PackedPage(pack_rows(table, chunk), len(chunk.ids), start, stop)
 
 
-def row_ranges(snapshot: Snapshot, table: int) -> Iterator[tuple[int, int]]:
+def row_ranges(snapshot: Snapshot, table: int, share: Share = ALL) -> Iterator[tuple[int, int]]:
     """Ranges of hashes with about `PAGE_ROWS` rows each; none without rows."""
     rows = int(snapshot.histogram(table, 0).sum())
+    if not rows:
+        return
     bits = min(MOST_BITS, max(0, (4 * rows // PAGE_ROWS).bit_length()))
-    step, start, held = HASHES >> bits, 0, 0
+    first, end = share.hashes
+    step, start, held = HASHES >> bits, first, 0
     for k, count in enumerate(snapshot.histogram(table, bits).tolist()):
+        if not share.meets(k * step, (k + 1) * step):
+            continue
         if held and held + count > PAGE_ROWS:
             yield start, k * step
             start, held = k * step, 0
         held += count
     if held:
-        yield start, HASHES
+        yield start, end
+
+
+def sealed(text: bytes) -> bytes:
+    """A question or an answer with its checksum."""
+    return struct.pack("<I", _core.crc32(memoryview(text), 0)) + text
+
+
+def unsealed(data: bytes) -> bytes:
+    """What `sealed` sealed.
+
+    Raises:
+        DataError: damaged.
+    """
+    if len(data) <= 4 or sealed(data[4:]) != data:
+        raise _refused("a message with another checksum", "messages as they were sent")
+    return data[4:]
 
 
 def _packed(head: _Head, columns: Sequence[np.ndarray[Any, Any]]) -> bytes:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
+import secrets
 import tempfile
 import threading
 import time
@@ -16,13 +18,14 @@ from operator import attrgetter
 from types import TracebackType
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
 from shoal.comm.transport import Frames, Secret, Server
-from shoal.errors import ConfigError, InputError
-from shoal.placement import row_wise
-from shoal.sync.pages import pack_dense, pages_of
+from shoal.errors import ConfigError, DataError, InputError
+from shoal.placement import BUCKETS
+from shoal.sync.pages import PackedPage, Share, pack_dense, pages_of, sealed, unsealed
+from shoal.sync.status import FollowerStatus, PublisherStatus, Rate
 from shoal.table.hosting import HostedTables
 from shoal.table.shard import Snapshot
 from shoal.table.values import Cursor
@@ -34,6 +37,7 @@ PASS_IDLE_S = 60.0
 _GONE_S = 5.0  # who has not asked for so long is away
 _LOOK_S = 0.02
 _MOST_REPLICAS = 10_000
+_MOST_CHECKPOINTS = 1000  # to follow on from
 _REQUEST_BYTES = 1 << 16  # a frame of a request
 _FILE_BYTES = 64 << 20  # of segments, before the next file
 _Answer = tuple[object, list[bytes]]
@@ -48,6 +52,8 @@ class Ask(BaseModel):
             "page": one of a segment; "pass": start a pass over all rows; "next": its next page;
             "dense": tensors.
         incarnation, version: what the replica has.
+        checkpoint: id of the one that it has loaded, in place of both.
+        share, of: which rows it wants: part `share` of `of` of the hashes.
         number, page: of a segment or pass, and of its page; of "after": of its dense weights.
         replica: who asks. It has one pass at a time.
     """
@@ -60,6 +66,20 @@ class Ask(BaseModel):
     number: _Whole = 0
     page: _Whole = 0
     replica: Annotated[str, Field(max_length=100)] = ""
+    checkpoint: Annotated[str, Field(max_length=100)] = ""
+    share: Annotated[int, Field(ge=0, lt=BUCKETS)] = 0
+    of: Annotated[int, Field(ge=1, le=BUCKETS)] = 1
+
+    @model_validator(mode="after")
+    def _in_range(self) -> Ask:
+        if self.share >= self.of:
+            raise ValueError(f"share {self.share} of {self.of}")
+        return self
+
+    @property
+    def rows(self) -> Share:
+        """Which rows are wanted."""
+        return Share(self.share, self.of)
 
     def has(self, incarnation: int, version: int, dense: int) -> bool:
         """Whether who asks "after" has these."""
@@ -84,10 +104,18 @@ class _Spool:
         self.end += done
         return self.end
 
+    def cut(self, end: int) -> None:
+        """Give back what lies behind: of a segment that could not be written."""
+        os.ftruncate(self.fd, end)
+        self.end = end
+
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """Changes in `(since, version]`: pages in a file, between the offsets in `ends`."""
+    """Changes in `(since, version]`: pages in a file, between the offsets in `ends`.
+
+    hashes: [start, stop) of each page.
+    """
 
     number: int
     since: int
@@ -95,10 +123,14 @@ class _Segment:
     closed_s: float
     spool: _Spool
     ends: tuple[int, ...]
+    hashes: tuple[tuple[int, int], ...]
 
     @property
     def pages(self) -> int:
-        return len(self.ends) - 1
+        return len(self.hashes)
+
+    def pages_for(self, share: Share) -> list[int]:
+        return [k for k, ends in enumerate(self.hashes) if share.meets(*ends)]
 
     @property
     def size(self) -> int:
@@ -113,7 +145,7 @@ class _Pass:
     """All rows at one version, page by page; the last page may be asked for again."""
 
     def __init__(
-        self, replica: str, snapshot: Snapshot, pages: Iterator[bytes], closed_s: float
+        self, replica: str, snapshot: Snapshot, pages: Iterator[PackedPage], closed_s: float
     ) -> None:
         self.replica, self.snapshot, self.closed_s = replica, snapshot, closed_s
         self.used_s = time.monotonic()
@@ -137,7 +169,8 @@ class _Pass:
                 got = "a pass that was closed" if self._lost else f"page {index} of a pass"
                 raise _unknown(got, f"page {wanted} of one that is open")
             self._lost = True  # until the page is there
-            page = next(self._pages, b"")
+            found = next(self._pages, None)
+            page = b"" if found is None else found.data
             self._last, self._lost, self.ended = (index, page), not page, not page
             if not page:
                 self.snapshot.close()
@@ -158,14 +191,16 @@ class Publisher:
     rows first. What a replica misses is asked for again: nothing waits for one that is down.
 
     Args:
-        tables: of this rank: row_wise over all ranks.
+        tables: of this rank; rows of replicated tables are published by their first rank.
         rank: this one, of those in the placement.
         every_s: from one turn to the next.
         keep_bytes: of segments; the oldest go.
         consumer: its name among the consumers of deletions.
+        resumed: id of the checkpoint that the rows were loaded from, and a cursor at it: replicas
+            with that checkpoint follow on from there.
 
     Raises:
-        ConfigError: tables that are not row_wise over all ranks.
+        ConfigError: tables that are split by columns.
     """
 
     def __init__(
@@ -176,33 +211,41 @@ class Publisher:
         every_s: float = 0.4,
         keep_bytes: int = 1 << 30,
         consumer: str = "publisher",
+        resumed: tuple[str, Cursor] | None = None,
     ) -> None:
         placement = tables.placement
         self._rank, self._of = rank, 1 if placement is None else placement.world_size
-        other = [one.name for one in tables.shard.specs if one.hashed_as is not None]
-        if placement is not None:
-            wanted = {one.name: row_wise(one.name, one.dim, self._of) for one in tables.specs}
-            other += [name for name, rows in wanted.items() if placement.of(name) != rows]
-        if other:
+        sliced = [one.name for one in tables.shard.specs if one.hashed_as is not None]
+        if sliced:
             raise ConfigError(
                 "tables to publish",
-                got=f"tables of another placement: {sorted(other)}",
-                allowed="row_wise tables, over all ranks",
-                remedy="Choose row_wise for them.",
+                got=f"columns of tables: {sorted(sliced)}",
+                allowed="whole rows: row_wise, table_row_wise, table_wise or data_parallel tables",
+                remedy="Choose another sharding than column_wise and grid for them.",
             )
-        self._shard, self.specs = tables.shard, tables.shard.specs
+        self._shard, self.specs, self._placement = tables.shard, tables.specs, placement
+        names = [spec.name for spec in self.specs]
+        self._tables = {
+            names.index(spec.name): index
+            for index, spec in enumerate(self._shard.specs)
+            if placement is None or placement.of(spec.name)[0].answers(rank)
+        }
         self._every_s, self._keep_bytes, self._consumer = every_s, keep_bytes, consumer
         self._lock = threading.Lock()  # of what replicas see
         self._turn = threading.Lock()
         self._segments: list[_Segment] = []
         self._kept = 0  # bytes of segments
         self._passes: dict[int, _Pass] = {}
-        self._numbers = iter(range(1, 1 << 62))
+        # Those of one that had this address before are unknown here.
+        self._numbers = itertools.count(secrets.randbits(60))
         self._cursor: Cursor | None = None
         self._last_step = 0  # of the shard at the cursor
         self._dense: tuple[int, bytes] = (0, b"")
         self._spool = _Spool()
         self._replicas: dict[str, tuple[float, Ask]] = {}  # when each asked last, and what
+        self._checkpoints: dict[str, Cursor] = {}  # where those with a checkpoint follow on
+        self._rate, self._turn_s, self._failures = Rate(), 0.0, 0
+        self._closed_s: float | None = None
         self._methods: dict[str, Callable[[Ask], _Answer]] = {
             "hello": self._hello,
             "after": self._after,
@@ -213,6 +256,10 @@ class Publisher:
         }
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
+        if resumed is not None and resumed[1].incarnation == self._shard.incarnation:
+            self.saved(*resumed)
+            self._cursor, self._last_step = resumed[1], self._shard.last_step
+            self._shard.release(resumed[1].version, consumer)  # from here on deletions are kept
 
     def serve(self, address: str, *, threads: int = 4, secret: Secret | None = None) -> Server:
         """Answer replicas at an address until the server is stopped."""
@@ -242,6 +289,50 @@ class Publisher:
         """Take a turn now; the version that replicas can have from here on."""
         with self._turn:
             return self._publish()
+
+    def saved(self, checkpoint: str, cursor: Cursor) -> None:
+        """Let replicas that load a checkpoint follow on from it.
+
+        Args:
+            checkpoint: its id.
+            cursor: of this rank's shard at it.
+        """
+        with self._lock:
+            self._checkpoints[checkpoint] = cursor
+            while len(self._checkpoints) > _MOST_CHECKPOINTS:
+                del self._checkpoints[next(iter(self._checkpoints))]
+
+    def status(self) -> PublisherStatus:
+        """What it keeps, and how far its replicas are."""
+        now, now_s = time.monotonic(), time.time()
+        with self._lock:
+            cursor = self._cursor or Cursor()
+            there = [one for one in self._replicas.items() if now - one[1][0] < PASS_IDLE_S]
+            segments, kept = list(self._segments), self._kept
+            passes = sum(not one.ended for one in self._passes.values())
+            dense, closed_s = self._dense[0], self._closed_s
+        followers = []
+        for name, (asked_s, ask) in there:
+            lacks = [one for one in segments if one.version > ask.version]
+            since = lacks[0].since if lacks else cursor.version
+            lag_s = max(0.0, now_s - lacks[0].closed_s) if lacks else 0.0
+            known = ask.incarnation == cursor.incarnation and since <= ask.version
+            followers.append(
+                FollowerStatus(name, ask.version, lag_s if known else None, now - asked_s)
+            )
+        return PublisherStatus(
+            cursor.incarnation,
+            cursor.version,
+            closed_s,
+            len(segments),
+            kept,
+            passes,
+            self._rate.per_s(),
+            self._turn_s,
+            self._failures,
+            dense,
+            tuple(followers),
+        )
 
     def publish_dense(self, tensors: Mapping[str, Tensor]) -> int:
         """Offer dense weights, whole, in place of those before; their version.
@@ -274,7 +365,7 @@ class Publisher:
                     self._clear()
                 else:
                     self._append(segment)
-                self._cursor, self._last_step = now, last_step
+                self._cursor, self._last_step, self._closed_s = now, last_step, closed_s
         self._shard.release(snapshot.version, self._consumer)
         self._end_passes()
         return snapshot.version
@@ -282,11 +373,18 @@ class Publisher:
     def _written(self, snapshot: Snapshot, closed_s: float) -> _Segment:
         if self._spool.end > _FILE_BYTES:
             self._spool = _Spool()
-        ends = [self._spool.end]
-        ends += [self._spool.append(page) for page in pages_of(snapshot, self.specs)]
-        number = next(self._numbers)
+        ends, hashes, spool = [self._spool.end], [], self._spool
+        try:
+            for page in pages_of(snapshot, self._tables, self.specs):
+                ends.append(spool.append(page.data))
+                hashes.append((page.start, page.stop))
+                self._rate.add(page.rows)
+        except BaseException:
+            spool.cut(ends[0])
+            raise
+        number, version = next(self._numbers), snapshot.version
         return _Segment(
-            number, snapshot.since, snapshot.version, closed_s, self._spool, tuple(ends)
+            number, snapshot.since, version, closed_s, spool, tuple(ends), tuple(hashes)
         )
 
     def _append(self, segment: _Segment) -> None:
@@ -302,14 +400,14 @@ class Publisher:
         self._segments.clear()
         self._kept = 0
 
-    def _end_passes(self, replica: str | None = None) -> None:
+    def _end_passes(self, replica: str | None = None, idle_s: float = PASS_IDLE_S) -> None:
         """Close those that nobody asks for, and those of a replica."""
         now = time.monotonic()
         with self._lock:
             gone = {
                 k: one
                 for k, one in self._passes.items()
-                if one.replica == replica or now - one.used_s > PASS_IDLE_S
+                if one.replica == replica or now - one.used_s > idle_s
             }
             for number in gone:
                 del self._passes[number]
@@ -321,9 +419,12 @@ class Publisher:
             self._try()
 
     def _try(self) -> None:
+        began_s = time.monotonic()
         try:
             self.publish()
+            self._turn_s = time.monotonic() - began_s
         except Exception:  # noqa: BLE001  the thread must live on, whatever a turn runs into
+            self._failures += 1
             _log.exception("rows were not published; the next turn takes them, too")
 
     def __call__(self, head: bytes, frames: Frames) -> tuple[bytes, list[bytes]]:
@@ -333,17 +434,21 @@ class Publisher:
             InputError: a request that is none, or of a segment that is gone.
         """
         try:
-            ask = Ask.model_validate_json(head)
+            ask = Ask.model_validate_json(unsealed(bytes(head)))
+        except DataError:
+            raise _unknown("another checksum", "requests as they were sent") from None
         except ValidationError as error:
             raise _unknown(str(error.errors()[0]["msg"]), "requests of this version") from None
         if ask.replica:
             self._note(ask)
         answer, pages = self._methods[ask.method](ask)
-        return json.dumps(answer).encode(), pages
+        return sealed(json.dumps(answer).encode()), pages
 
     def _hello(self, ask: Ask) -> _Answer:
         tables = [[one.name, one.dim, one.dtype] for one in self.specs]
-        return {"tables": tables, "rank": self._rank, "world_size": self._of}, []
+        placement = None if self._placement is None else self._placement.to_json()
+        found = {"tables": tables, "rank": self._rank, "world_size": self._of}
+        return {**found, "placement": placement}, []
 
     def _note(self, ask: Ask) -> None:
         """That a replica is there; what it has, it says when it asks "after"."""
@@ -368,18 +473,23 @@ class Publisher:
             time.sleep(_LOOK_S)
 
     def _after(self, ask: Ask) -> _Answer:
-        """Segments that lead on from a version, or none: a pass is due."""
+        """Segments that lead on from a version or a checkpoint, or none: a pass is due."""
         with self._lock:
             cursor, dense, last_step = self._cursor, self._dense[0], self._last_step
-            first = bisect_right(self._segments, ask.version, key=attrgetter("version"))
+            there = Cursor(ask.incarnation, min(ask.version, (1 << 32) - 1))
+            if ask.checkpoint:
+                there = self._checkpoints.get(ask.checkpoint, Cursor())
+            first = bisect_right(self._segments, there.version, key=attrgetter("version"))
             found = self._segments[first:]
-            closed_s = self._segments[-1].closed_s if self._segments else None
-        known = cursor is not None and cursor.incarnation == ask.incarnation
+            closed_s = self._closed_s
+        known = cursor is not None and cursor.incarnation == there.incarnation
         if known and cursor is not None:
-            known = (found[0].since if found else cursor.version) <= ask.version
-        listed = [[s.number, s.version, s.closed_s, s.pages] for s in found if known]
+            known = (found[0].since if found else cursor.version) <= there.version
+        share = ask.rows
+        listed = [[s.number, s.version, s.closed_s, s.pages_for(share)] for s in found if known]
         answer = {"known": known, "segments": listed, "closed_s": closed_s, "dense": dense}
-        return {**answer, "last_step": last_step}, []
+        where = {"incarnation": there.incarnation, "version": there.version}
+        return {**answer, **where, "last_step": last_step}, []
 
     def _page(self, ask: Ask) -> _Answer:
         with self._lock:
@@ -387,17 +497,22 @@ class Publisher:
             found = self._segments[at : at + 1]
         for one in found:
             if one.number == ask.number and ask.page < one.pages:
-                return None, [one.page(ask.page)]
+                data, share = one.page(ask.page), ask.rows
+                whole = share.holds(*one.hashes[ask.page])
+                return None, [data if whole else share.of_page(data, self.specs)]
         raise _unknown(f"segment {ask.number}, page {ask.page}", "segments that are kept")
 
     def _open_pass(self, ask: Ask) -> _Answer:
         self._end_passes(ask.replica)
         if not self._passes_left():
+            self._end_passes(idle_s=_GONE_S)  # of replicas that ended in the middle of one
+        if not self._passes_left():
             return {"number": None}, []
         if self._cursor is None:
             self.publish()
         snapshot, closed_s = self._shard.snapshot(), time.time()
-        one = _Pass(ask.replica, snapshot, pages_of(snapshot, self.specs), closed_s)
+        pages = pages_of(snapshot, self._tables, self.specs, ask.rows)
+        one = _Pass(ask.replica, snapshot, pages, closed_s)
         with self._lock:
             number = next(self._numbers)
             opened = self._passes_left()
@@ -427,6 +542,14 @@ class Publisher:
         with self._lock:
             version, page = self._dense
         return version, [page]
+
+
+def address_of_rank(address: str, rank: int) -> str:
+    """tcp://HOST:PORT with PORT + rank; port 0 stays, for a free one."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or port == "0" or not rank:
+        return address
+    return f"{host}:{int(port) + rank}"
 
 
 def _unknown(got: str, allowed: str) -> InputError:

@@ -8,33 +8,34 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.comm.transport import Client, Frames, Secret
-from shoal.errors import ConfigError, DataError, ServerLost
-from shoal.placement import hash_ids, ranks_of
+from shoal.errors import CheckpointError, ConfigError, DataError, ServerLost
+from shoal.placement import BUCKETS, Placement, hash_ids, owners
 from shoal.rules.optimizers import SGD
-from shoal.sync.pages import DeletedIds, row_ranges, unpack, unpack_dense
+from shoal.sync.checkpoints import ServedCheckpoint, load_checkpoint, newest_checkpoint
+from shoal.sync.pages import DeletedIds, Share, row_ranges, sealed, unpack, unpack_dense, unsealed
 from shoal.sync.publisher import Ask
+from shoal.sync.status import Rate, ReplicaStatus, SourceStatus
 from shoal.table.cpu.shard import CpuShard
-from shoal.table.rows import real_dtype, weight_dtype
+from shoal.table.rows import real_dtype, stored
 from shoal.table.shard import Found, IdGroups
-from shoal.table.spec import RowDType, TableSpec
+from shoal.table.spec import ServedDType, TableSpec
 
 _log = logging.getLogger(__name__)
 
 _TRIES = 5  # of a page
+_LONGEST_PAUSE_S = 5.0
 
-State = Literal["LOADING", "AVAILABLE"]
 
-
-def serving_spec(spec: TableSpec, dtype: RowDType | None = None) -> TableSpec:
+def serving_spec(spec: TableSpec, dtype: ServedDType | None = None) -> TableSpec:
     """A table as replicas keep it: rows of `dtype`, without optimizer state and limits."""
     segments = tuple(replace(one, optimizer=SGD()) for one in spec.segments)
     return replace(
@@ -47,35 +48,18 @@ def serving_spec(spec: TableSpec, dtype: RowDType | None = None) -> TableSpec:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class SourceStatus:
-    """How far a replica is with one publisher.
-
-    Args:
-        state: AVAILABLE once all rows have been there.
-        incarnation, version: what it has.
-        staleness_s: age of the newest state of the trainer that it shows; None: none yet.
-        passes, segments: how many it has taken.
-        failures: requests that failed or brought damaged pages; they are repeated.
-    """
-
-    state: State
-    incarnation: int
-    version: int
-    staleness_s: float | None
-    passes: int
-    segments: int
-    failures: int
-
-
 class _Source:
-    """What is known of one publisher; changed by one thread."""
+    """What is known of one publisher, or of the checkpoint; changed by one thread."""
 
     def __init__(self, index: int) -> None:
         self.index = index
+        self.greeted = False
+        self.at_checkpoint = False  # its rows are those of the checkpoint, and nothing else
+        self.placement: Placement | None = None
         self.incarnation = self.version = 0
         self.closed_s: float | None = None
         self.passes = self.segments = self.failures = self.dense_version = 0
+        self.rate = Rate()
 
     def status(self) -> SourceStatus:
         closed_s = self.closed_s
@@ -87,6 +71,7 @@ class _Source:
             self.passes,
             self.segments,
             self.failures,
+            self.rate.per_s(),
         )
 
 
@@ -98,6 +83,9 @@ class Replica:
     publisher that is down is asked again, ever more slowly; one that started again, or a replica
     that was away for too long, takes all rows again, and then drops those that are gone.
 
+    With a checkpoint it has its rows when it is entered, and follows on from there if publishers
+    still can. Without publishers it serves the checkpoint alone.
+
     Args:
         specs: the tables, as the trainer has them.
         publishers: addresses, one a rank, in order: "tcp://HOST:PORT".
@@ -105,9 +93,15 @@ class Replica:
         every_s: from one question to the next.
         reply_s: how long to wait for a reply.
         secret: what the publishers were given.
+        checkpoint: a checkpoint's folder, that of a store or of a run: the newest in it.
+        collection: that the tables were saved as; None: the one that has them.
+        follow_checkpoints_s: without publishers: how often to look for a newer checkpoint. It is
+            loaded next to the rows in use, and takes their place as a whole.
+        share, of: hold part `share` of `of` of the rows, split by hash as a placement splits them
+            over ranks, however many ranks the trainer has.
 
     Raises:
-        ConfigError: an address that is none.
+        ConfigError: an address that is none, neither publishers nor a checkpoint, or no such share.
     """
 
     def __init__(
@@ -115,26 +109,57 @@ class Replica:
         specs: Sequence[TableSpec],
         publishers: Sequence[str],
         *,
-        dtype: RowDType | None = None,
+        dtype: ServedDType | None = None,
         every_s: float = 0.1,
         reply_s: float = 10.0,
         secret: Secret | None = None,
+        checkpoint: str | None = None,
+        collection: str | None = None,
+        follow_checkpoints_s: float | None = None,
+        share: int = 0,
+        of: int = 1,
     ) -> None:
+        _check(publishers, checkpoint, follow_checkpoints_s, share, of)
         self._trained = tuple(specs)
         self.specs = tuple(serving_spec(spec, dtype) for spec in specs)
         self.shard = CpuShard(self.specs)
-        self._client = Client(publishers, secret=secret)
+        self._share = Share(share, of)
+        self._client = Client(publishers, secret=secret) if publishers else None
         self._every_s, self._reply_s = every_s, reply_s
-        self._sources = [_Source(index) for index in range(len(publishers))]
+        self._url, self._collection = checkpoint, collection
+        self._follow_s = follow_checkpoints_s
+        self._checkpoint: ServedCheckpoint | None = None
+        self._sources = [_Source(index) for index in range(max(1, len(publishers)))]
         self._dense: dict[str, Tensor] = {}
         self._name = uuid.uuid4().hex
         self._ending = threading.Event()
         self._refused: ConfigError | None = None
         self._threads = [
-            threading.Thread(target=self._follow, args=(one,), daemon=True) for one in self._sources
+            threading.Thread(target=self._repeat, args=args, daemon=True) for args in self._jobs()
         ]
 
+    def _jobs(self) -> list[tuple[_Source, Callable[[_Source], None], float]]:
+        if self._client is not None:
+            return [(one, self._turn, self._every_s) for one in self._sources]
+        if self._follow_s is not None:
+            return [(self._sources[0], self._reload, self._follow_s)]
+        return []
+
     def __enter__(self) -> Replica:
+        """Load the checkpoint, if there is one, and begin to follow.
+
+        Raises:
+            CheckpointError: it is missing or damaged, or of other tables, and there is nothing
+                else to wait for.
+        """
+        if self._url is not None:
+            try:
+                self._reload(self._sources[0])
+            except CheckpointError as error:
+                if not self._threads:
+                    raise
+                self._sources[0].failures += 1
+                _log.warning("no checkpoint to begin with: %s", error)
         for thread in self._threads:
             thread.start()
         return self
@@ -146,7 +171,8 @@ class Replica:
         trace: TracebackType | None,
     ) -> None:
         self._ending.set()
-        self._client.close()
+        if self._client is not None:
+            self._client.close()
         for thread in self._threads:
             thread.join()
 
@@ -155,11 +181,12 @@ class Replica:
         return self.shard.find(groups)
 
     def dense(self) -> dict[str, Tensor]:
-        """The newest dense weights of rank 0's publisher; empty before the first."""
+        """The newest dense weights of rank 0's publisher, before that those of the checkpoint;
+        empty before the first."""
         return self._dense
 
     def status(self) -> tuple[SourceStatus, ...]:
-        """How far it is with each publisher.
+        """How far it is with each publisher; without publishers, with its checkpoint.
 
         Raises:
             ConfigError: a publisher has other tables, another rank or another number of ranks.
@@ -168,31 +195,81 @@ class Replica:
             raise self._refused
         return tuple(one.status() for one in self._sources)
 
-    def _follow(self, source: _Source) -> None:
-        pause_s = self._every_s
-        while not self._ending.wait(pause_s) and self._refused is None:
-            pause_s = self._every_s if self._try(source) else min(5.0, max(0.1, 2 * pause_s))
+    def summary(self) -> ReplicaStatus:
+        """The replica as a whole.
 
-    def _try(self, source: _Source) -> bool:
+        Raises:
+            ConfigError: as `status`.
+        """
+        sources, tables = self.status(), self.shard.stats()
+        ages = [one.staleness_s for one in sources if one.staleness_s is not None]
+        whole = len(ages) == len(sources)
+        return ReplicaStatus(
+            state="AVAILABLE" if whole else "LOADING",
+            version=min(one.version for one in sources),
+            staleness_s=max(ages) if whole else None,
+            rows=tuple((one.name, one.rows) for one in tables),
+            row_bytes=sum(one.bytes_total for one in tables),
+            rows_per_s=sum(one.rows_per_s for one in sources),
+            failures=sum(one.failures for one in sources),
+            dense_version=self._sources[0].dense_version,
+            checkpoint=None if self._checkpoint is None else self._checkpoint.url,
+            share=self._share.index,
+            of=self._share.of,
+            sources=sources,
+        )
+
+    def _repeat(self, source: _Source, turn: Callable[[_Source], None], every_s: float) -> None:
+        pause_s = every_s
+        while not self._ending.wait(pause_s) and self._refused is None:
+            slower_s = max(every_s, min(_LONGEST_PAUSE_S, max(0.1, 2 * pause_s)))
+            pause_s = every_s if self._try(source, turn) else slower_s
+
+    def _try(self, source: _Source, turn: Callable[[_Source], None]) -> bool:
         """Whether a turn did not fail."""
         try:
-            self._turn(source)
+            turn(source)
         except ConfigError as error:
             if not self._ending.is_set():
                 self._refused = error
         except Exception as error:  # noqa: BLE001  the thread must live on, whatever it runs into
             if not self._ending.is_set():
                 source.failures += 1
-                _log.warning("publisher %d: %s", source.index, error)
+                if source.closed_s is None and self._checkpoint is not None:
+                    # Nobody is there to follow: its age says how old the rows are.
+                    source.closed_s = float(self._checkpoint.manifest.created_s)
+                _log.warning("source %d of a replica: %s", source.index, error)
         else:
             return True
         return False
 
+    def _reload(self, source: _Source) -> None:
+        """Load the newest checkpoint, unless it is the one in use."""
+        assert self._url is not None
+        url = newest_checkpoint(self._url)
+        if self._checkpoint is not None and self._checkpoint.url == url:
+            return
+        loaded = load_checkpoint(url, self.specs, self._share, collection=self._collection)
+        self.shard, self._dense = loaded.shard, loaded.dense
+        self._checkpoint = loaded
+        for one in self._sources:
+            one.at_checkpoint = True
+        if self._client is None:
+            source.version, source.closed_s = (
+                loaded.manifest.version,
+                float(loaded.manifest.created_s),
+            )
+            source.passes += 1
+
     def _turn(self, source: _Source) -> None:
+        if not source.greeted:
+            self._greet(source)
+        begins = self._checkpoint if source.at_checkpoint else None
         ask = Ask(
             method="after",
             incarnation=source.incarnation,
             version=source.version,
+            checkpoint="" if begins is None else begins.manifest.id,
             # Dense weights are taken from rank 0; the others need not wait for them.
             number=source.dense_version if source.index == 0 else (1 << 62),
         )
@@ -201,8 +278,10 @@ class Replica:
             self._greet(source)
             self._take_all(source)
             return
+        source.incarnation, source.version = said["incarnation"], said["version"]
+        source.at_checkpoint = False
         for number, version, closed_s, pages in said["segments"]:
-            for page in range(pages):
+            for page in pages:
                 self._take(source, Ask(method="page", number=number, page=page))
             source.version, source.closed_s = version, closed_s
             source.segments += 1
@@ -227,12 +306,16 @@ class Replica:
                     remedy="Give the replica the config of the run that it follows, and the "
                     "addresses of all its ranks in order.",
                 )
+        placed = said["placement"]
+        source.placement = None if placed is None else Placement.from_json(placed)
+        source.greeted = True
 
     def _take_all(self, source: _Source) -> None:
         """All rows of a publisher, then none of its rows that are gone."""
         said, _ = self._ask(source, Ask(method="pass"))
         if said["number"] is None:
             return  # others take one; asked again
+        source.at_checkpoint = False  # also if it fails in the middle
         before = [self._owned(source, table) for table in range(len(self.specs))]
         seen: list[list[Tensor]] = [[] for _ in self.specs]
         for page in itertools.count():
@@ -252,15 +335,23 @@ class Replica:
 
     def _owned(self, source: _Source, table: int) -> Tensor:
         """Ids of rows here that come from a publisher."""
+        ids = self._ids(table)
+        if source.placement is None:
+            return ids
+        spec = self.specs[table]
+        hosted = source.placement.of(spec.name)[0]
+        if hosted.replicated:
+            return ids if hosted.answers(source.index) else ids[:0]
+        return ids[owners(hosted, hash_ids(spec.hash_name, ids)) == source.index]
+
+    def _ids(self, table: int) -> Tensor:
         found = [torch.empty(0, dtype=torch.int64, device="cpu")]
         with self.shard.snapshot() as snapshot:
-            found += [snapshot.read(table, *ends).ids for ends in row_ranges(snapshot, table)]
+            found += [
+                snapshot.read(table, *ends, state=False).ids for ends in row_ranges(snapshot, table)
+            ]
         self.shard.release(None)  # deletions need not be kept
-        ids = torch.cat(found)
-        if len(self._sources) == 1:
-            return ids
-        owners = ranks_of(hash_ids(self.specs[table].hash_name, ids), len(self._sources))
-        return ids[owners == source.index]
+        return torch.cat(found)
 
     def _take(self, source: _Source, ask: Ask) -> tuple[int, Tensor] | None:
         """Put a page in place; its table and ids, or None after the last page.
@@ -281,11 +372,13 @@ class Replica:
             return None
         if isinstance(page, DeletedIds):
             self._remove(page.table, page.ids)
+            source.rate.add(len(page.ids))
             return page.table, page.ids
         spec, chunk = self.specs[page.table], page.chunk
-        weights, state = chunk.weights.to(weight_dtype(spec)), chunk.state.to(real_dtype(spec))
+        weights, state = stored(spec, chunk.weights), chunk.state.to(real_dtype(spec))
         self.shard.load(page.table, replace(chunk, weights=weights, state=state))
-        return page.table, page.chunk.ids
+        source.rate.add(len(chunk.ids))
+        return page.table, chunk.ids
 
     def _remove(self, table: int, ids: Tensor) -> None:
         if len(ids):
@@ -294,8 +387,35 @@ class Replica:
             self.shard.remove(IdGroups(ids, splits, tables))
 
     def _ask(self, source: _Source, ask: Ask) -> tuple[Any, Frames]:
-        ask = ask.model_copy(update={"replica": self._name})
-        head = ask.model_dump_json(exclude_defaults=True).encode()
-        future = self._client.call(source.index, head, timeout_s=self._reply_s)
+        assert self._client is not None
+        who = {"replica": self._name, "share": self._share.index, "of": self._share.of}
+        text = ask.model_copy(update=who).model_dump_json(exclude_defaults=True).encode()
+        future = self._client.call(source.index, sealed(text), timeout_s=self._reply_s)
         said, frames = future.result()
-        return json.loads(said), frames
+        return json.loads(unsealed(said)), frames
+
+
+def _check(
+    publishers: Sequence[str], checkpoint: str | None, follow_s: float | None, share: int, of: int
+) -> None:
+    if not 1 <= of <= BUCKETS or not 0 <= share < of:
+        raise ConfigError(
+            "share of a replica",
+            got=f"{share} of {of}",
+            allowed=f"0 <= share < of <= {BUCKETS}",
+            remedy="Shares count from 0.",
+        )
+    if not publishers and checkpoint is None:
+        raise ConfigError(
+            "sources of a replica",
+            got="neither publishers nor a checkpoint",
+            allowed="one of them, or both",
+            remedy="Give the addresses of a run's publishers, or a checkpoint's folder.",
+        )
+    if follow_s is not None and publishers:
+        raise ConfigError(
+            "follow_checkpoints_s of a replica",
+            got=f"{follow_s} and publishers",
+            allowed="None with publishers",
+            remedy="Leave it out: publishers are ahead of every checkpoint.",
+        )

@@ -376,7 +376,7 @@ def chunk(
         "versions": (value.versions, (rows,), torch.int64),
         "last_seen_s": (value.last_seen_s, (rows,), torch.int64),
         "counts": (value.counts, (rows,), torch.int64),
-        "weights": (value.weights, (rows, spec.dim), weights),
+        "weights": (value.weights, (rows, spec.stored_width), weights),
         "state": (value.state, (rows, spec.state_width), real),
     }
     for name, (tensor, shape, dtype) in expected.items():

@@ -41,6 +41,13 @@ def make_shard(
         from shoal.table.cpu.shard import CpuShard
 
         return CpuShard(specs, seed=seed)
+    if small := [spec.name for spec in specs if spec.dtype == "int8"]:
+        raise ConfigError(
+            "int8 rows",
+            got=f"tables {small} on {device}",
+            allowed="tables on a CPU",
+            remedy="Serve them from a CPU, or as float16.",
+        )
     missing = _missing(where)
     if missing is not None:
         raise missing

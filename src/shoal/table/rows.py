@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoal.address import address, empty_rows
 from shoal.table import checks
@@ -29,18 +30,32 @@ REAL_DTYPES = dict.fromkeys(WEIGHT_DTYPES, torch.float32) | {"float64": torch.fl
 
 def weight_dtype(spec: TableSpec) -> torch.dtype:
     """Storage dtype of a table's weights."""
-    return WEIGHT_DTYPES[spec.dtype]
+    return torch.int8 if spec.dtype == "int8" else WEIGHT_DTYPES[spec.dtype]
 
 
 def real_dtype(spec: TableSpec) -> torch.dtype:
     """Dtype in which a table computes and keeps optimizer state."""
-    return REAL_DTYPES[spec.dtype]
+    return REAL_DTYPES.get(spec.dtype, torch.float32)
 
 
-def empty_chunk(spec: TableSpec, count: int) -> RowChunk:
+def stored(spec: TableSpec, weights: Tensor) -> Tensor:
+    """Weights [R, D] as a table stores them, to nearest, ties to even.
+
+    Of int8: codes -127..127, then the 4 bytes of the row's fp32 scale, the largest finite weight
+    divided by 127. Infinities become the largest code, NaN becomes 0.
+    """
+    if spec.dtype != "int8":
+        return weights.to(weight_dtype(spec))
+    weights = weights.float()
+    scale = weights.abs().masked_fill_(~weights.isfinite(), 0.0).amax(1, keepdim=True) / 127
+    codes = (weights / scale).nan_to_num_(0.0).round_().clamp_(-127, 127).to(torch.int8)
+    return torch.cat([codes, scale.view(torch.int8)], 1)
+
+
+def empty_chunk(spec: TableSpec, count: int, *, state: bool = True) -> RowChunk:
     """An uninitialised chunk of `count` rows; a large one is one block of reused memory."""
     whole = torch.int64
-    wide = (weight_dtype(spec), spec.dim), (real_dtype(spec), spec.state_width)
+    wide = (weight_dtype(spec), spec.stored_width), (real_dtype(spec), spec.state_width * state)
     columns = [((count,), whole)] * 4 + [((count, width), dtype) for dtype, width in wide]
     sizes = [prod(shape) * dtype.itemsize for shape, dtype in columns]
     starts = [0, *accumulate(-(-size // _LINE) * _LINE for size in sizes)]
@@ -49,8 +64,8 @@ def empty_chunk(spec: TableSpec, count: int) -> RowChunk:
         memory[start : start + size].view(dtype).view(shape)
         for start, size, (shape, dtype) in zip(starts, sizes, columns, strict=False)
     ]
-    ids, versions, last_seen_s, counts, weights, state = parts
-    return RowChunk(spec.name, ids, weights, state, versions, last_seen_s, counts)
+    ids, versions, last_seen_s, counts, weights, states = parts
+    return RowChunk(spec.name, ids, weights, states, versions, last_seen_s, counts)
 
 
 def pointers(chunk: RowChunk) -> list[int]:

@@ -543,10 +543,11 @@ class Snapshot(Protocol):
         """Rows by the top `bits` of their hash: int64 [2^bits], bits in [0, 20]."""
         ...
 
-    def read(self, table: int, start: int, stop: int) -> RowChunk:
+    def read(self, table: int, start: int, stop: int, *, state: bool = True) -> RowChunk:
         """Rows with `start <= h < stop`, ordered by h; 0 <= start <= stop <= HASHES.
 
         Ranges may be asked for in any order, each as often as wanted; ascending order is quick.
+        Without `state`, the chunk's state has no columns.
         """
         ...
 

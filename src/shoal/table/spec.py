@@ -14,6 +14,7 @@ from shoal.rules.initializers import Initializer, Uniform
 from shoal.rules.optimizers import Adagrad, Optimizer
 
 RowDType = Literal["float32", "float16", "bfloat16", "float64"]
+ServedDType = Literal["float32", "float16", "bfloat16", "float64", "int8"]
 OnFull = Literal["raise", "lru", "lfu"]
 CachePolicy = Literal["lru", "lfu"]
 
@@ -57,7 +58,8 @@ class TableSpec:
         name: unique in its collection; part of the key of every initial value.
         segments: column ranges, left to right; row dim D is the sum of their dims.
         dtype: storage of weights; 16-bit rows are rounded stochastically on update, optimizer
-            state is float32 (float64 for float64 rows).
+            state is float32 (float64 for float64 rows). "int8" is for serving on a CPU: whole
+            numbers times a scale a row, rounded to nearest.
         capacity_rows: most rows the table may hold; None grows without limit.
         on_full: what happens at `capacity_rows`: "raise" `TableFull` before anything changed,
             or evict the least recently ("lru") or least frequently ("lfu") used rows.
@@ -71,7 +73,7 @@ class TableSpec:
 
     name: str
     segments: tuple[Segment, ...]
-    dtype: RowDType = "float32"
+    dtype: ServedDType = "float32"
     capacity_rows: int | None = None
     on_full: OnFull = "raise"
     expected_rows: int = 0
@@ -103,8 +105,8 @@ class TableSpec:
         if not isinstance(self.name, str) or not self.name:
             raise _refused("name of a table", self.name, "a str, not empty", "Name the table.")
         table = f"of table {self.name!r}"
-        if self.dtype not in get_args(RowDType):
-            allowed = ", ".join(get_args(RowDType))
+        if self.dtype not in get_args(ServedDType):
+            allowed = ", ".join(get_args(ServedDType))
             raise _refused(f"dtype {table}", self.dtype, allowed, "Give the name as a str.")
         if self.on_full not in get_args(OnFull):
             allowed = ", ".join(get_args(OnFull))
@@ -139,6 +141,11 @@ class TableSpec:
     def dim(self) -> int:
         """Row dim D."""
         return sum(segment.dim for segment in self.segments)
+
+    @cached_property
+    def stored_width(self) -> int:
+        """Elements of a row's weights as stored: D, and the 4 bytes of an int8 row's scale."""
+        return self.dim + 4 if self.dtype == "int8" else self.dim
 
     @cached_property
     def state_width(self) -> int:

@@ -25,8 +25,8 @@ class Entry:
 class RowChunk:
     """Rows of one table, ordered by their hash: the canonical unit of export and load.
 
-    ids [R] int64, weights [R, D] in the row dtype, state [R, S] float32/64, versions [R] int64,
-    last_seen_s [R] int64, counts [R] int64.
+    ids [R] int64, weights [R, D] in the row dtype (int8: `TableSpec.stored_width` columns), state
+    [R, S] float32/64, versions [R] int64, last_seen_s [R] int64, counts [R] int64.
     """
 
     table: str

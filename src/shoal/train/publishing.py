@@ -10,60 +10,73 @@ from types import TracebackType
 from torch import Tensor
 
 from shoal.checkpoint.dense import named_state
+from shoal.checkpoint.saving import Saving
 from shoal.comm.transport import Secret
 from shoal.config.tree import RunConfig
 from shoal.errors import ConfigError, ShoalError
-from shoal.sync.publisher import Publisher
+from shoal.sync.publisher import Publisher, address_of_rank
 from shoal.train.learner import Learner
 from shoal.train.ranks import Ranks
+from shoal.train.saving import SavedChain
 
 
 class Publishing:
     """Publishes a model's rows, each rank its own, and rank 0 the dense weights.
 
-    Nothing, where the config has no `publish`.
+    Nothing, where the config has no `publish`, or rows are on parameter servers.
 
     Args:
         config: of the run.
         ranks: who trains together.
         main: the model.
         report: prints a line.
+        chain: what the run continues from.
 
     Raises:
-        ConfigError: an address that is taken, or a run whose rows or dense weights are elsewhere
-            or in parts.
+        ConfigError: an address that is taken, or a run whose dense weights are in parts.
     """
 
     def __init__(
-        self, config: RunConfig, ranks: Ranks, main: Learner, report: Callable[[str], None]
+        self,
+        config: RunConfig,
+        ranks: Ranks,
+        main: Learner,
+        report: Callable[[str], None],
+        chain: SavedChain,
     ) -> None:
         self._settings, self._ranks, self._main, self._report = config.publish, ranks, main, report
+        self._chain = chain
         self._publisher: Publisher | None = None
         self._held = ExitStack()
         self._due_s = 0.0
-        if self._settings is not None and (main.served or config.distributed.dense == "fsdp2"):
+        if self._settings is not None and config.distributed.dense == "fsdp2":
             raise ConfigError(
                 "publish",
-                got=f"distributed.path={config.distributed.path}, "
-                f"distributed.dense={config.distributed.dense}",
-                allowed="runs that hold their rows, and whole dense weights on rank 0",
-                remedy="Leave publish out, or choose another path.",
+                got="distributed.dense=fsdp2",
+                allowed="whole dense weights on rank 0",
+                remedy="Leave publish out, or choose another dense.",
             )
+        if main.served:
+            self._settings = None  # its servers publish their rows
 
     def __enter__(self) -> Publishing:
         if self._settings is None:
             return self
-        settings = self._settings
+        settings, chain, name = self._settings, self._chain, self._main.name
+        resumed = None
+        if chain.manifest is not None and chain.cursors is not None and name in chain.cursors:
+            resumed = chain.manifest.id, chain.cursors[name]
         publisher = Publisher(
             self._main.tables.hosted,
             rank=self._ranks.rank,
             every_s=settings.every_s,
             keep_bytes=settings.keep_bytes,
+            resumed=resumed,
         )
         with ExitStack() as held:
             held.enter_context(publisher)
             server = publisher.serve(
-                _of_rank(settings.address, self._ranks.rank),
+                address_of_rank(settings.address, self._ranks.rank),
                 secret=Secret.of_file(settings.token_file),
             )
             held.callback(server.stop)
@@ -80,6 +93,11 @@ class Publishing:
         trace: TracebackType | None,
     ) -> None:
         self._held.close()
+
+    def saved(self, saving: Saving) -> None:
+        """A save begins: replicas that load it follow on from there."""
+        if self._publisher is not None:
+            self._publisher.saved(saving.id, saving.point[self._main.name])
 
     def stepped(self) -> None:
         """A step is done: dense weights are copied when they are due."""
@@ -106,11 +124,3 @@ class Publishing:
             publisher.publish_dense({k: v for k, v in state.items() if isinstance(v, Tensor)})
         if self._settings is not None:
             self._due_s = time.monotonic() + self._settings.dense_every_s
-
-
-def _of_rank(address: str, rank: int) -> str:
-    """PORT + rank; a free port stays one."""
-    host, _, port = address.rpartition(":")
-    if not port.isdecimal() or port == "0" or not rank:
-        return address
-    return f"{host}:{int(port) + rank}"

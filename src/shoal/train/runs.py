@@ -284,7 +284,9 @@ def _run(config: RunConfig, opened: _Opened, resume: str | None) -> RunResult:
             path = folder.logs / "log.jsonl"
             sinks.open(lambda: JsonLines(path, continue_after=after), "log.jsonl")
         held.enter_context(closing(sinks))
-        publishing = held.enter_context(Publishing(config, ranks, opened.learners[0], opened.print))
+        publishing = Publishing(config, ranks, opened.learners[0], opened.print, chain)
+        held.enter_context(publishing)
+        saver.on_begin = publishing.saved
         _train(opened, run_state, saver, sinks, publishing)
         result = _evaluate_run(opened, folder, run_state, sinks)
     if folder.report.is_file():

@@ -59,6 +59,9 @@ class Saver:
         ranks: who trains together; a collective call over more than one.
         chain: what the run continues from.
         clock: seconds.
+
+    Attributes:
+        on_begin: called with every save that begins, which may still fail.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Saver:
         self._clock = clock
         self._began_s = clock()
         self._saving: Saving | None = None
+        self.on_begin: Callable[[Saving], None] = lambda _: None
         self._skipped = 0
         self._failures = 0  # in a row
         # Rows that column slices had skipped: when the newest checkpoint began, and the last save.
@@ -265,6 +269,7 @@ class Saver:
             since=self._chain.cursors if delta else None,
             collectives=self._collectives,
         )
+        self.on_begin(self._saving)
 
     def _wait(self) -> None:
         """Wait until a save is committed, and let go of what it makes needless."""

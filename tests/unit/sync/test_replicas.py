@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from shoal import Segment, TableSpec
-from shoal.comm.transport import Secret, Server
-from shoal.errors import ConfigError, InputError, ServerLost
+from shoal.comm.transport import Server
+from shoal.errors import ConfigError, InputError
 from shoal.placement import (
     Placement,
     column_wise,
@@ -24,110 +23,30 @@ from shoal.placement import (
     hash_ids,
     ranks_of,
     row_wise,
+    table_row_wise,
     table_wise,
 )
-from shoal.rules.admission import Admission
 from shoal.rules.compressors import OneBit
-from shoal.rules.optimizers import Adagrad
+from shoal.sync.pages import DeletedIds, sealed, unpack, unsealed
 from shoal.sync.publisher import Publisher
 from shoal.sync.replica import Replica
 from shoal.table.factory import make_shard
 from shoal.table.hosting import HostedTables, hosted_specs
-from shoal.table.rows import real_dtype
-from shoal.table.shard import IdGroups, Shard, StepContext
-
-SPECS = (
-    TableSpec(name="user", segments=(Segment(dim=4, optimizer=Adagrad()),)),
-    TableSpec(name="item", segments=(Segment(dim=2),), admission=Admission(threshold=2)),
-    TableSpec(name="word", segments=(Segment(dim=3),), dtype="float16"),
-    TableSpec(name="exact", segments=(Segment(dim=2),), dtype="float64"),
+from shoal.table.shard import StepContext
+from support.published import (
+    SECRET,
+    SPECS,
+    WAIT_S,
+    Line,
+    assert_same,
+    exported,
+    following,
+    groups,
+    serving,
+    train,
+    trainers,
+    wait,
 )
-WAIT_S = 60.0
-SECRET = Secret("a token")
-
-
-def trainers(count: int) -> list[HostedTables]:
-    """The shards of `count` ranks, rows spread by hash."""
-    placed = [one for spec in SPECS for one in row_wise(spec.name, spec.dim, count)]
-    placement = Placement(count, tuple(placed))
-    return [
-        HostedTables(SPECS, make_shard(hosted_specs(SPECS, placement, rank), seed=1), placement)
-        for rank in range(count)
-    ]
-
-
-def groups(table: int, ids: Sequence[int]) -> IdGroups:
-    splits = torch.tensor([0, len(ids)])
-    return IdGroups(torch.tensor(ids), splits, torch.tensor([table], dtype=torch.int32))
-
-
-def train(ranks: Sequence[HostedTables], draw: random.Random) -> None:
-    """A step on a few rows, some of them new; now and then some are deleted."""
-    for table, spec in enumerate(SPECS):
-        drawn = torch.tensor([draw.randrange(400) for _ in range(60)])
-        owners = ranks_of(hash_ids(spec.hash_name, drawn), len(ranks))
-        for number, rank in enumerate(ranks):
-            shard: Any = rank.shard
-            ids = drawn[owners == number].tolist()
-            grads = torch.randn(len(ids), spec.dim).to(real_dtype(spec))
-            ctx = StepContext(event_time_s=draw.randrange(1000))
-            shard.apply_ids(groups(table, ids), [grads], ctx=ctx)
-            if draw.random() < 0.3:
-                shard.remove(groups(table, ids[:5]))
-            if draw.random() < 0.03:
-                shard.clear(table)
-
-
-def exported(shards: Sequence[Shard], table: int) -> list[Tensor]:
-    """Ids in order, and weights and metadata by id."""
-    chunks = [shard.export(table) for shard in shards]
-    ids = torch.cat([chunk.ids for chunk in chunks])
-    order = torch.argsort(ids)
-    names = "weights", "versions", "last_seen_s", "counts"
-    columns = [torch.cat([getattr(chunk, name) for chunk in chunks])[order] for name in names]
-    return [ids[order], *columns]
-
-
-def assert_same(replica: Replica, ranks: Sequence[HostedTables]) -> None:
-    for table in range(len(SPECS)):
-        mine = exported([replica.shard], table)
-        for ours, theirs in zip(mine, exported([rank.shard for rank in ranks], table), strict=True):
-            assert torch.equal(ours, theirs)
-
-
-def wait(replica: Replica, publishers: Sequence[Publisher]) -> None:
-    """Until a replica has all that was trained by now."""
-    versions = [publisher.publish() for publisher in publishers]
-    ends = time.monotonic() + WAIT_S
-    while any(
-        one.state != "AVAILABLE" or one.version < version
-        for one, version in zip(replica.status(), versions, strict=True)
-    ):
-        assert time.monotonic() < ends, replica.status()
-        time.sleep(0.02)
-
-
-@contextmanager
-def serving(
-    ranks: Sequence[HostedTables],
-    handler: Callable[[Publisher], Any] = lambda one: one,
-    **options: Any,
-) -> Iterator[tuple[list[Publisher], list[str]]]:
-    """A publisher a rank, which take turns only when asked, and their addresses."""
-    with ExitStack() as stack:
-        publishers, addresses = [], []
-        for number, tables in enumerate(ranks):
-            publisher = Publisher(tables, rank=number, every_s=3600.0, **options)
-            stack.enter_context(publisher)
-            server = Server("tcp://127.0.0.1:0", handler(publisher), secret=SECRET)
-            stack.callback(server.stop)
-            publishers.append(publisher)
-            addresses.append(server.address)
-        yield publishers, addresses
-
-
-def following(addresses: Sequence[str], **options: Any) -> Replica:
-    return Replica(SPECS, addresses, every_s=0.01, reply_s=1.0, secret=SECRET, **options)
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -152,29 +71,9 @@ def test_rows_of_half_the_size() -> None:
     ):
         wait(replica, publishers)
         for table in range(len(SPECS)):
-            (ids, weights, *_), mine = exported([ranks[0].shard], table), replica.shard
+            (ids, weights, *_), mine = exported([ranks[0].shard], SPECS[table].name), replica.shard
             found = mine.find(groups(table, ids.tolist()))
             assert torch.equal(found.weights[0], weights.half().to(found.weights[0].dtype))
-
-
-class Line:
-    """A publisher behind a line that may be down, or lose and damage what it carries."""
-
-    def __init__(self, publisher: Publisher, draw: random.Random | None = None) -> None:
-        self.publisher, self.draw = publisher, draw
-        self.down = False
-
-    def __call__(self, head: bytes, frames: Any) -> tuple[bytes, list[bytes]]:
-        fate = 0.5 if self.draw is None else self.draw.random()
-        if self.down or fate < 0.1:
-            raise ServerLost("a request", got="lost", allowed="a line that is up", remedy="Wait.")
-        said, pages = self.publisher(head, frames)
-        if pages and fate < 0.3:
-            at = random.randrange(len(pages[0]))
-            pages = [pages[0][:at] + bytes([pages[0][at] ^ 1]) + pages[0][at + 1 :]]
-        if fate > 0.98:
-            time.sleep(1.2)  # longer than a replica waits
-        return said, pages
 
 
 def test_a_replica_that_was_away_for_long_takes_all_rows_again() -> None:
@@ -312,17 +211,121 @@ def test_columns_on_several_ranks_are_refused() -> None:
         Publisher(HostedTables(SPECS[:1], make_shard(one)))
 
 
-@pytest.mark.parametrize("hosted", [table_wise("user", 4, 0), data_parallel("user", 4, 2)])
-def test_what_is_not_row_wise_over_all_ranks_is_refused(hosted: Any) -> None:
-    placement = Placement(2, tuple(hosted))
-    shard = make_shard(hosted_specs(SPECS[:1], placement, 0))
-    with pytest.raises(ConfigError, match="'user'"):
-        Publisher(HostedTables(SPECS[:1], shard, placement))
+def test_rows_of_any_placement_but_columns() -> None:
+    placed = (
+        *row_wise("user", 4, 3),
+        *table_wise("item", 2, 1),
+        *table_row_wise("word", 3, (2, 0)),
+        *data_parallel("exact", 2, 3),
+    )
+    ranks, draw = trainers(3, Placement(3, placed)), random.Random(15)
+    train(ranks, draw)
+    with (
+        serving(ranks, keep_bytes=1) as (publishers, addresses),
+        following(addresses) as replica,
+    ):
+        for _ in range(3):  # only the last segment is kept
+            train(ranks, draw)
+            publishers[0].publish()
+            train(ranks, draw)
+            wait(replica, publishers)
+            assert_same(replica, ranks)
+        train(ranks, draw)
+        for rank in ranks:  # versions of before are worth nothing
+            rank.shard.resume(rank.shard.close_version())
+        wait(replica, publishers)
+        assert_same(replica, ranks)
+        assert min(one.passes for one in replica.status()) >= 2
+
+
+def test_shares_have_their_rows_and_get_no_others() -> None:
+    ranks, draw = trainers(2), random.Random(16)
+    train(ranks, draw)
+    sent: list[tuple[int, int, torch.Tensor]] = []
+
+    def watched(publisher: Publisher) -> Any:
+        def handler(head: bytes, frames: Any) -> tuple[bytes, list[bytes]]:
+            said, pages = publisher(head, frames)
+            ask = json.loads(unsealed(head))
+            if pages and ask["method"] != "dense":
+                page = unpack(memoryview(pages[0]), SPECS)
+                ids = page.ids if isinstance(page, DeletedIds) else page.chunk.ids
+                sent.append((ask.get("share", 0), page.table, ids))
+            return said, pages
+
+        return handler
+
+    with serving(ranks, watched) as (publishers, addresses), ExitStack() as stack:
+        every = [stack.enter_context(following(addresses, share=k, of=3)) for k in range(3)]
+        for _ in range(4):
+            for replica in every:
+                wait(replica, publishers)
+            for replica in every:
+                wait(replica, publishers)
+            assert_same(every, ranks)
+            train(ranks, draw)
+        assert [one.passes for replica in every for one in replica.status()] == [1] * 6
+        assert [(one.summary().share, one.summary().of) for one in every] == [
+            (k, 3) for k in range(3)
+        ]
+    assert sent
+    for share, table, ids in sent:
+        assert (ranks_of(hash_ids(SPECS[table].hash_name, ids), 3) == share).all()
+
+
+@pytest.mark.parametrize(
+    "options", [{"share": 3, "of": 3}, {"share": -1, "of": 2}, {"of": 0}, {"of": 1 << 17}]
+)
+def test_a_share_that_is_none_is_refused(options: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="share of a replica"):
+        following(["tcp://127.0.0.1:1"], **options)
+
+
+def test_int8_rows_are_as_close_as_their_scale_allows() -> None:
+    ranks, draw = trainers(1), random.Random(17)
+    train(ranks, draw)
+    with (
+        serving(ranks) as (publishers, addresses),
+        following(addresses, dtype="int8") as replica,
+    ):
+        wait(replica, publishers)
+        for table, spec in enumerate(SPECS):
+            ids, weights, *_ = exported([ranks[0].shard], spec.name)
+            found = replica.find(groups(table, ids.tolist())).weights[0]
+            largest = weights.double().abs().amax(1, keepdim=True)
+            assert len(ids) and ((found - weights).abs() <= largest / 254 * (1 + 1e-5)).all()
+            assert replica.specs[table].dtype == "int8"
+
+
+def test_the_numbers_of_replicas_and_publishers() -> None:
+    ranks, draw = trainers(1), random.Random(18)
+    train(ranks, draw)
+    with serving(ranks) as (publishers, addresses), following(addresses) as replica:
+        publisher = publishers[0]
+        assert publisher.status().replicas == ()
+        wait(replica, publishers)
+        train(ranks, draw)
+        wait(replica, publishers)
+        mine = replica.summary()
+        assert (mine.state, mine.failures) == ("AVAILABLE", 0)
+        assert mine.version == mine.sources[0].version == replica.status()[0].version
+        rows = [(spec.name, ranks[0].shard.size(k)) for k, spec in enumerate(SPECS)]
+        assert list(mine.rows) == rows and mine.row_bytes > 0 and mine.rows_per_s > 0
+        assert mine.staleness_s is not None and mine.checkpoint is None
+        ends = time.monotonic() + WAIT_S
+        while publisher.status().replicas[0].version < mine.version:
+            assert time.monotonic() < ends
+            time.sleep(0.01)
+        theirs = publisher.status()
+        assert (theirs.version, theirs.segments > 0) == (mine.version, True)
+        assert theirs.segment_bytes > 0 and theirs.rows_per_s > 0 and theirs.failures == 0
+        assert [one.lag_s for one in theirs.replicas] == [0.0]
 
 
 def asked(publisher: Publisher, method: str, **parts: Any) -> tuple[Any, list[bytes]]:
-    said, pages = publisher(json.dumps({"method": method, "replica": "r", **parts}).encode(), [])
-    return json.loads(said), pages
+    text = json.dumps({"method": method, "replica": "r", **parts}).encode()
+    said, pages = publisher(sealed(text), [])
+    return json.loads(unsealed(said)), pages
 
 
 def test_a_pass_that_failed_or_was_closed_has_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,3 +454,5 @@ def test_requests_without_sense_are_refused(head: bytes) -> None:
     publisher = Publisher(trainers(1)[0])
     with pytest.raises(InputError, match="request to a publisher"):
         publisher(head, [])
+    with pytest.raises(InputError, match="request to a publisher"):
+        publisher(sealed(head), [])

@@ -106,8 +106,10 @@ class CpuSnapshot:
             native.kept(lambda: self._core.histogram(table, bits, address(counts), self._lanes()))
         return counts
 
-    def read(self, table: int, start: int, stop: int) -> RowChunk:
+    def read(self, table: int, start: int, stop: int, *, state: bool = True) -> RowChunk:
         """Rows with `start <= h < stop`, ordered by h; 0 <= start <= stop <= HASHES.
+
+        state: with it; without, the chunk's state has no columns.
 
         Raises:
             InputError: no such table, a range outside, or the snapshot is closed.
@@ -116,15 +118,18 @@ class CpuSnapshot:
         check_range(start, stop)
         with self._reading:  # the core fills what it found last; rows are kept until close()
             self._check(table)
-            return self._read(table, start, stop, self._lanes())
+            return self._read(table, start, stop, self._lanes(), state)
 
-    def _read(self, table: int, start: int, stop: int, lanes: int) -> RowChunk:
+    def _read(self, table: int, start: int, stop: int, lanes: int, state: bool) -> RowChunk:
         count = 0
         if start < stop:
             count = native.kept(lambda: self._core.find(table, start, stop - 1, lanes))
-        chunk = rows.empty_chunk(self._specs[table], count)
+        chunk = rows.empty_chunk(self._specs[table], count, state=state)
         if count > 0:
-            native.kept(lambda: self._core.read(rows.pointers(chunk), lanes))
+            columns = rows.pointers(chunk)
+            if not state:
+                columns[-1] = 0
+            native.kept(lambda: self._core.read(columns, lanes))
         return chunk
 
     def deleted(self, table: int) -> Tensor:

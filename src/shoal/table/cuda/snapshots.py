@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -373,7 +374,7 @@ class CudaSnapshot:
             self._rows.check()
             return counts + self._rows.histogram(table, bits, self._tick)
 
-    def read(self, table: int, start: int, stop: int) -> RowChunk:
+    def read(self, table: int, start: int, stop: int, *, state: bool = True) -> RowChunk:
         """Rows with `start <= h < stop`, ordered by h, on the CPU.
 
         Raises:
@@ -390,7 +391,8 @@ class CudaSnapshot:
                 still = self._history.rows_still(table, handles_R[low:high], images, rows)
             rows.check()
             kept = rows.read(table, start, stop)
-        return joined_by_hash(self._specs[table].hash_name, still, kept)
+        chunk = joined_by_hash(self._specs[table].hash_name, still, kept)
+        return chunk if state else replace(chunk, state=chunk.state[:, :0])
 
     def deleted(self, table: int) -> Tensor:
         """Ids int64 [U] on the CPU, by h, deleted in `(since, version]` and without a row.

@@ -1,0 +1,98 @@
+"""Rows and dense weights of a checkpoint for serving: without optimizer state, maybe a share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shoal.checkpoint import Manifest, load_share, read_manifest
+from shoal.checkpoint.dense import read_module
+from shoal.checkpoint.manifest import MANIFEST
+from shoal.checkpoint.storage import Storage
+from shoal.checkpoint.store import locate
+from shoal.errors import CheckpointError
+from shoal.placement import Placement, row_wise
+from shoal.sync.pages import ALL, Share
+from shoal.table.cpu.shard import CpuShard
+from shoal.table.hosting import HostedTables, hosted_specs
+from shoal.table.spec import TableSpec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServedCheckpoint:
+    """What was loaded.
+
+    Args:
+        url: its folder.
+        manifest: of it; `id` and `version` are where a publisher follows on.
+        shard: with the rows.
+        dense: weights of the module; empty where none was saved.
+    """
+
+    url: str
+    manifest: Manifest
+    shard: CpuShard
+    dense: dict[str, Tensor]
+
+
+def newest_checkpoint(url: str) -> str:
+    """Folder of a checkpoint, of the newest in a store, or of the newest of a run folder.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    storage = Storage(url)
+    if not storage.exists(MANIFEST) and "checkpoints" in storage.folders():
+        storage = storage.child("checkpoints")
+    store, name = locate(storage.url)
+    return store.folder(name).url
+
+
+def load_checkpoint(
+    url: str,
+    specs: Sequence[TableSpec],
+    share: Share = ALL,
+    *,
+    collection: str | None = None,
+) -> ServedCheckpoint:
+    """Load a checkpoint for serving.
+
+    Args:
+        url: its folder.
+        specs: the tables as they are served: other dtypes and no state than were saved.
+        share: of the rows.
+        collection: that the tables were saved as; None: the one that has them.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or has not these tables.
+    """
+    manifest = read_manifest(url)
+    collection = collection or _collection(manifest, specs)
+    placement = None
+    if share.of > 1:
+        placed = [one for spec in specs for one in row_wise(spec.name, spec.dim, share.of)]
+        placement = Placement(share.of, tuple(placed))
+    hosted = tuple(specs) if placement is None else hosted_specs(specs, placement, share.index)
+    shard = CpuShard(hosted)
+    tables = HostedTables(tuple(specs), shard, placement)
+    load_share([url], tables, share.index, collection=collection, state=False)
+    shard.release(None)  # deletions need not be kept
+    return ServedCheckpoint(url, manifest, shard, read_module(Storage(url), manifest, collection))
+
+
+def _collection(manifest: Manifest, specs: Sequence[TableSpec]) -> str:
+    wanted = {(spec.name, spec.dim) for spec in specs}
+    there: dict[str, set[tuple[str, int]]] = {}
+    for table in manifest.tables:
+        there.setdefault(table.collection, set()).add((table.name, table.dim))
+    found = [name for name, tables in there.items() if wanted <= tables]
+    if len(found) == 1:
+        return found[0]
+    raise CheckpointError(
+        "tables of a checkpoint to serve",
+        got=f"{len(found)} collections of {sorted(there)} that have all of {sorted(wanted)}",
+        allowed="one",
+        remedy="Give the config of the run that saved it, or name the collection.",
+    )
