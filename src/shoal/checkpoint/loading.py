@@ -127,7 +127,12 @@ def load(
 
 
 def load_share(
-    urls: Sequence[str | Path], tables: HostedTables, rank: int, *, collection: str
+    urls: Sequence[str | Path],
+    tables: HostedTables,
+    rank: int,
+    *,
+    collection: str,
+    state: bool = True,
 ) -> int:
     """Fill one rank's empty tables with its rows of several checkpoints that have none in common.
 
@@ -139,6 +144,7 @@ def load_share(
         tables: of this rank.
         rank: this one, of the placement of `tables`.
         collection: that the tables were saved as.
+        state: load optimizer state and admission counters, too; without it, these may differ.
 
     Returns:
         rows that were loaded.
@@ -152,7 +158,8 @@ def load_share(
     for chain in chains:
         keys = {f"{collection}/{spec.name}" for spec in tables.specs}
         others = frozenset(table.key for table in chain.tables) - keys
-        options = LoadOptions(allow_unknown=others)
+        waived = frozenset() if state else frozenset(f"{key}.admission" for key in keys)
+        options = LoadOptions(allow_unknown=others, allow_missing=waived, state=state)
         found.append(match_tables(chain.tables, {collection: tables.specs}, options))
         chain.check_forms(keys)
     targets = targets_of(found[0], {collection: tables}, rank)
