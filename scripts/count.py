@@ -47,6 +47,7 @@ ELSEWHERE = (
 )
 # Rooms that were built on the house, and the lines that each may have.
 LATER = {"planner": 3_500, "ps": 3_900, "discovery": 600, "sync": 6_000, "serve": 3_500}
+OF_COMMANDS = {"serve.py": "serve"}  # a command counts as what it runs
 SHARED_LINES, SHARED_TOKENS = 6, 30
 OF_PS = PurePosixPath("src/shoal/compat/monolith/native_training")
 COMMON = 8  # a run that stands in more places is a form, such as a list of arguments
@@ -145,7 +146,7 @@ def count(revision: str | None = None) -> dict[str, int]:
                 found["c++ lines"] += cpp_lines(text)
             continue
         # Monolith's names for tables on servers count as the servers.
-        room = "ps" if path.is_relative_to(OF_PS) else path.parts[2]
+        room = "ps" if path.is_relative_to(OF_PS) else OF_COMMANDS.get(path.name, path.parts[2])
         if room in LATER:
             found[room] += python_lines(text)
             continue
