@@ -430,7 +430,9 @@ def test_rows_in_other_processes_give_the_same_predictions(of: int, run: Path) -
         assert models.names == tuple(f"tiny:ps_{k}" for k in range(of))
         assert sum(models.get(name)._rows.size(0) for name in models.names) > 100  # type: ignore[attr-defined]
         addresses = ((server.grpc_address,),) * of
-        entry = FolderSource(run, Share(role="entry", of=of, addresses=addresses)).load(version)
+        entry = FolderSource(
+            run, Share(role="entry", of=of, addresses=addresses, timeout_s=60.0)
+        ).load(version)
         for seed in range(3):
             inputs = tiny_inputs(50, seed)
             found = entry.run([entry.read(inputs)])[0]["prediction"]

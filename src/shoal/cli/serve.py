@@ -62,6 +62,9 @@ def serve(
             "Replicas of a share of rows, for entry; one a share, in order.",
         ),
     ] = None,
+    ps_timeout_s: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long an entry waits for rows.")
+    ] = 1.0,
     dtype: Annotated[
         _ServedDType | None,
         typer.Option(help="Of rows; by default as trained.", show_default=False),
@@ -128,6 +131,7 @@ def serve(
             of=len(shares) or of,
             dtype=None if dtype is None else dtype.value,
             addresses=tuple(map(tuple, shares)),
+            timeout_s=ps_timeout_s,
         )
         token = Secret.of_file(token_file)
         source: VersionSource

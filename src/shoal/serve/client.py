@@ -279,7 +279,7 @@ class ReplicaSet:
 
 
 def find_in(
-    sets: Sequence[ReplicaSet], model: str, specs: Sequence[TableSpec], *, timeout_s: float = 0.2
+    sets: Sequence[ReplicaSet], model: str, specs: Sequence[TableSpec], *, timeout_s: float
 ) -> Find:
     """Rows of a model's shares, which are served as `<model>:ps_<i>`; all are asked at once.
 

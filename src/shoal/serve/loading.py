@@ -45,6 +45,7 @@ class Share:
         index, of: which share of the rows, of how many.
         dtype: of rows; None: as trained.
         addresses: of an entry: replicas of each of the `of` shares, HOST:PORT.
+        timeout_s: of an entry's requests for rows.
     """
 
     role: Role = "all"
@@ -52,6 +53,7 @@ class Share:
     of: int = 1
     dtype: RowDType | None = None
     addresses: tuple[tuple[str, ...], ...] = ()
+    timeout_s: float = 1.0
 
     def name(self, model: str) -> str:
         """The served name of a model's share."""
@@ -176,7 +178,9 @@ class FolderSource:
         load_module(url, built.config, parts.module)
         if share.role == "entry":
             sets = [ReplicaSet(one) for one in share.addresses]
-            exchange = of_shares(specs, len(sets), find_in(sets, self.name, specs))
+            exchange = of_shares(
+                specs, len(sets), find_in(sets, self.name, specs, timeout_s=share.timeout_s)
+            )
         else:
             exchange = of_shard(load_rows(url, built.config, specs))
         return built.model(version, self.name, parts, specs, exchange)
