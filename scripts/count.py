@@ -46,7 +46,8 @@ ELSEWHERE = (
     ("minutes of `make test` on 2 cores", "8", "5", "make test"),
 )
 # Rooms that were built on the house, and the lines that each may have.
-LATER = {"planner": 3_500, "ps": 3_900, "discovery": 600, "sync": 6_000}
+LATER = {"planner": 3_500, "ps": 3_900, "discovery": 600, "sync": 6_000, "serve": 3_500}
+OF_COMMANDS = {"serve.py": "serve"}  # a command counts as what it runs
 SHARED_LINES, SHARED_TOKENS = 6, 30
 OF_PS = PurePosixPath("src/shoal/compat/monolith/native_training")
 COMMON = 8  # a run that stands in more places is a form, such as a list of arguments
@@ -77,12 +78,17 @@ def cpp_lines(text: str) -> int:
     return sum(not BARE.fullmatch(row) for row in rows)
 
 
+def counts(path: PurePosixPath) -> bool:
+    """Whether a file is counted; those that scripts/protos.py makes are not."""
+    return path.suffix in {".py", ".pyi", ".h", ".cpp"} and not path.stem.endswith("_pb2")
+
+
 def tracked(revision: str | None) -> Iterator[tuple[PurePosixPath, str]]:
     """Every counted file of the working tree, or of a revision, with its text."""
     if revision is None:
         for folder in ("src/shoal", "csrc"):
             for path in sorted((ROOT / folder).rglob("*")):
-                if path.suffix in {".py", ".pyi", ".h", ".cpp"}:
+                if counts(PurePosixPath(path)):
                     yield PurePosixPath(path.relative_to(ROOT).as_posix()), path.read_text()
         return
     packed = subprocess.run(
@@ -92,7 +98,7 @@ def tracked(revision: str | None) -> Iterator[tuple[PurePosixPath, str]]:
         for member in archive:
             name = PurePosixPath(member.name)
             content = archive.extractfile(member)
-            if content and name.suffix in {".py", ".pyi", ".h", ".cpp"}:
+            if content and counts(name):
                 yield name, content.read().decode()
 
 
@@ -140,7 +146,7 @@ def count(revision: str | None = None) -> dict[str, int]:
                 found["c++ lines"] += cpp_lines(text)
             continue
         # Monolith's names for tables on servers count as the servers.
-        room = "ps" if path.is_relative_to(OF_PS) else path.parts[2]
+        room = "ps" if path.is_relative_to(OF_PS) else OF_COMMANDS.get(path.name, path.parts[2])
         if room in LATER:
             found[room] += python_lines(text)
             continue

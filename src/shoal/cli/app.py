@@ -9,6 +9,7 @@ from shoal.cli.ckpt import ckpt
 from shoal.cli.plan import plan
 from shoal.cli.ps import ps
 from shoal.cli.run import evaluate, predict, train
+from shoal.cli.serve import serve
 
 app = typer.Typer(
     name="shoal",
@@ -23,6 +24,7 @@ app.command(name="train", no_args_is_help=True)(train)
 app.command(name="eval", no_args_is_help=True)(evaluate)
 app.command(name="predict", no_args_is_help=True)(predict)
 app.command(name="ps", no_args_is_help=True)(ps)
+app.command(name="serve", no_args_is_help=True)(serve)
 app.add_typer(ckpt)
 app.add_typer(plan)
 app.add_typer(bench)

@@ -1,0 +1,1 @@
+"""Predictions of a trained or training model over gRPC and HTTP."""
