@@ -127,7 +127,12 @@ def load(
 
 
 def load_share(
-    urls: Sequence[str | Path], tables: HostedTables, rank: int, *, collection: str
+    urls: Sequence[str | Path],
+    tables: HostedTables,
+    rank: int,
+    *,
+    collection: str,
+    options: LoadOptions | None = None,
 ) -> int:
     """Fill one rank's empty tables with its rows of several checkpoints that have none in common.
 
@@ -139,6 +144,7 @@ def load_share(
         tables: of this rank.
         rank: this one, of the placement of `tables`.
         collection: that the tables were saved as.
+        options: waivers, and whether the state of optimizers is loaded; other tables are left out.
 
     Returns:
         rows that were loaded.
@@ -147,13 +153,14 @@ def load_share(
         CheckpointError: one is missing, damaged, or lacks one of the tables; or tables have rows.
         TableFull: rows do not fit a table.
     """
+    wanted = LoadOptions() if options is None else options
     chains = [Chain(*locate(url), check=False) for url in urls]
     found: list[tuple[TableMatch, ...]] = []
     for chain in chains:
         keys = {f"{collection}/{spec.name}" for spec in tables.specs}
         others = frozenset(table.key for table in chain.tables) - keys
-        options = LoadOptions(allow_unknown=others)
-        found.append(match_tables(chain.tables, {collection: tables.specs}, options))
+        own = replace(wanted, allow_unknown=wanted.allow_unknown | others)
+        found.append(match_tables(chain.tables, {collection: tables.specs}, own))
         chain.check_forms(keys)
     targets = targets_of(found[0], {collection: tables}, rank)
     _check_empty(targets)

@@ -1,0 +1,1 @@
+"""Serving: models exported from runs, and servers and clients of their predictions."""
