@@ -26,8 +26,9 @@ LEVELS: dict[str, int] = {
             "embedding ps",
             "optim sync config",
             "distributed",
-            "pipeline serve",
+            "pipeline",
             "train",
+            "serve",
             "cli compat",
         )
     )

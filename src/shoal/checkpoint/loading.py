@@ -132,7 +132,7 @@ def load_share(
     rank: int,
     *,
     collection: str,
-    options: LoadOptions | None = None,
+    state: bool = True,
 ) -> int:
     """Fill one rank's empty tables with its rows of several checkpoints that have none in common.
 
@@ -144,7 +144,7 @@ def load_share(
         tables: of this rank.
         rank: this one, of the placement of `tables`.
         collection: that the tables were saved as.
-        options: waivers, and whether the state of optimizers is loaded; other tables are left out.
+        state: load optimizer state and admission counters, too; without it, these may differ.
 
     Returns:
         rows that were loaded.
@@ -153,14 +153,14 @@ def load_share(
         CheckpointError: one is missing, damaged, or lacks one of the tables; or tables have rows.
         TableFull: rows do not fit a table.
     """
-    wanted = LoadOptions() if options is None else options
     chains = [Chain(*locate(url), check=False) for url in urls]
     found: list[tuple[TableMatch, ...]] = []
     for chain in chains:
         keys = {f"{collection}/{spec.name}" for spec in tables.specs}
         others = frozenset(table.key for table in chain.tables) - keys
-        own = replace(wanted, allow_unknown=wanted.allow_unknown | others)
-        found.append(match_tables(chain.tables, {collection: tables.specs}, own))
+        waived = frozenset() if state else frozenset(f"{key}.admission" for key in keys)
+        options = LoadOptions(allow_unknown=others, allow_missing=waived, state=state)
+        found.append(match_tables(chain.tables, {collection: tables.specs}, options))
         chain.check_forms(keys)
     targets = targets_of(found[0], {collection: tables}, rank)
     _check_empty(targets)

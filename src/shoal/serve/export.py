@@ -293,13 +293,9 @@ class _Writer:
     def _rows(self, index: int, of: int) -> HostedTables:
         """A share of the rows, without optimizer state; each in a shard of its own."""
         shard = make_shard(self._specs, seed=self._config.seed)
-        name, options = self._parts.name, LoadOptions(state=False, allow_unknown=self._admissions())
         placed = HostedTables(self._specs, shard, plan_placement(self._specs, of))
-        load_share([self._url], placed, index, collection=name, options=options)
+        load_share([self._url], placed, index, collection=self._parts.name, state=False)
         return HostedTables(self._specs, shard)
-
-    def _admissions(self) -> frozenset[str]:
-        return frozenset(f"{self._parts.name}/{spec.name}.admission" for spec in self._specs)
 
     def _load_module(self) -> None:
         name, manifest = self._parts.name, self._manifest

@@ -30,6 +30,11 @@ from shoal.compat.monolith.native_training.parsers import (
     ShardingSparseFidsOpParams,
     offsets_of,
 )
+from shoal.compat.monolith.native_training.sync_clients import (
+    BoundClients,
+    BoundTable,
+    SyncClient,
+)
 from shoal.embedding.combiners import Combiner
 from shoal.errors import ConfigError, InputError
 from shoal.exchange.wire import Wire
@@ -85,6 +90,7 @@ class DistributedHashTable:
         ps_num: servers; 0 keeps the rows in this process.
         config: the table.
         hash_table_factory: (index of a server, config) -> its address; None for 0 servers.
+        sync_client: gets ids that gradients change; or one for each server of serving.
         options: of `shoal.ps.client.Servers`.
     """
 
@@ -93,10 +99,13 @@ class DistributedHashTable:
         ps_num: int,
         config: TableSpec,
         hash_table_factory: Callable[[int, TableSpec], str] | None = None,
+        sync_client: SyncClient | Sequence[SyncClient | None] | None = None,
         **options: Any,
     ) -> None:
         rows = _over_servers(ps_num, (config,), hash_table_factory, config, False, options)
         self.table = Table(config, shard=rows)
+        bound = BoundTable(config.dim, self.table.find)
+        self._synced = BoundClients(sync_client, {config.name: bound})
 
     @property
     def dim_size(self) -> int:
@@ -128,6 +137,7 @@ class DistributedHashTable:
         """
         seconds = event_seconds(req_time)
         self.table.apply(ids, grads, global_step=int(global_step), event_time_s=seconds)
+        self._synced.touch(self.table.spec.name, ids)
         return self
 
     def close(self) -> None:
@@ -349,6 +359,14 @@ class PartitionedHashTable:
             ]
         self._tables.update("apply_ids", updates, global_step=global_step, req_time=req_time)
         return self
+
+    def bind_sync(
+        self,
+        sync_clients: SyncClient | Sequence[SyncClient | None] | None,
+        shared_name: str | None = None,
+    ) -> None:
+        """As of `BaseMultiTypeHashTable`."""
+        self._tables.bind_sync(sync_clients, shared_name)
 
     def close(self) -> None:
         """Disconnect from the servers. May be called twice."""
