@@ -10,6 +10,7 @@ from shoal.cli.export import export
 from shoal.cli.plan import plan
 from shoal.cli.ps import ps
 from shoal.cli.run import evaluate, predict, train
+from shoal.cli.serve import serve
 
 app = typer.Typer(
     name="shoal",
@@ -25,6 +26,7 @@ app.command(name="eval", no_args_is_help=True)(evaluate)
 app.command(name="predict", no_args_is_help=True)(predict)
 app.command(name="export", no_args_is_help=True)(export)
 app.command(name="ps", no_args_is_help=True)(ps)
+app.command(name="serve", no_args_is_help=True)(serve)
 app.add_typer(ckpt)
 app.add_typer(plan)
 app.add_typer(bench)

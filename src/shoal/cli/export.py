@@ -55,7 +55,7 @@ def export(
       shoal export examples/flights.yaml exported --mode distributed --shards 2 --dtype float16
     """
     with clean_errors(debug):
-        from shoal.config.build import build_parts, open_data
+        from shoal.config.build import build_parts, source_inputs
         from shoal.serve.bundle import open_bundle
         from shoal.serve.export import export as write
         from shoal.train import folder as folders
@@ -64,14 +64,15 @@ def export(
         found, config = folders.find(run, ())
         checkpoint = folders.checkpoint_of(found)
         assert checkpoint is not None, "found before"
-        data = open_data(config)
-        parts = build_parts(config, config.model, offered=data.features, num_dense=data.num_dense)
+        ids, num_dense = source_inputs(config.data.source)
+        offered = [one.name for one in ids]
+        parts = build_parts(config, config.model, offered=offered, num_dense=num_dense)
         path = write(
             config,
             parts,
             checkpoint,
             folder,
-            num_dense=data.num_dense,
+            num_dense=num_dense,
             mode=mode.value,
             shards=shards,
             dtype=dtype.value,

@@ -264,6 +264,15 @@ class RunData:
     evaluation: Loader
 
 
+def source_inputs(source: tree.SourceSettings) -> tuple[tuple[IdFeature, ...], int]:
+    """The id features of a source, and how many dense columns it has; nothing is read."""
+    if isinstance(source, SyntheticSource):
+        ids = tuple(IdFeature(name=f"f{feature}") for feature in range(source.num_features))
+        return ids, source.num_dense
+    recipe = flights.RECIPE if isinstance(source, FlightsSource) else _recipe(source)
+    return recipe.ids, len(recipe.dense)
+
+
 def open_data(config: RunConfig, share: RankShare | None = None) -> RunData:
     """Open a run's source and divide it into training and evaluation.
 
@@ -348,12 +357,16 @@ def _split_s(config: RunConfig) -> int | None:
     return int((at if at.tzinfo else at.replace(tzinfo=timezone.utc)).timestamp())
 
 
-def _files(settings: FileSource, paths: tuple[str, ...]) -> Source:
+def _recipe(settings: FileSource) -> Recipe:
     shared = {"label", "dense", "dense_fill", "time", "weight"}
-    recipe = Recipe(
+    return Recipe(
         ids=tuple(IdFeature(name=name, **own.model_dump()) for name, own in settings.ids.items()),
         **settings.model_dump(include=shared),
     )
+
+
+def _files(settings: FileSource, paths: tuple[str, ...]) -> Source:
+    recipe = _recipe(settings)
     if isinstance(settings, tree.CsvFiles):
         return CsvSource(paths, recipe)
     return ParquetSource(paths, recipe)

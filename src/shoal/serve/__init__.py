@@ -1,1 +1,1 @@
-"""Serving: models exported from runs, and servers and clients of their predictions."""
+"""Predictions of a trained or training model over gRPC and HTTP."""

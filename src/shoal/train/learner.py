@@ -42,7 +42,25 @@ _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,
 }
-_AMP_DTYPES = {"none": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+AMP_DTYPES = {"none": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def logits_of(
+    module: Callable[..., Tensor],
+    dense_B: Tensor | None,
+    rows: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    device_type: str = "cpu",
+) -> Tensor:
+    """Logits float32 [B] of a dense module, over dense columns and pooled rows by model input.
+
+    dtype: of its products (`AMP_DTYPES`).
+    """
+    # Rows of float64 tables, too: dense weights are float32.
+    inputs = {name: one.float() for name, one in rows.items()}
+    with torch.autocast(device_type, dtype=dtype, enabled=dtype != torch.float32):
+        logits_B = module(dense_B, inputs[EMBEDDINGS], inputs.get(FIRST_ORDER))
+    return logits_B.float()
 
 
 class Scorer(nn.Module):
@@ -53,18 +71,12 @@ class Scorer(nn.Module):
         self.tables = tables
         self.module = module
         self._device_type = torch.device(config.device).type
-        self._dtype = _AMP_DTYPES[config.amp]
+        self._dtype = AMP_DTYPES[config.amp]
         self._split = config.distributed.dense == "fsdp2"
 
     def forward(self, batch: Batch) -> Tensor:
-        # Rows of float64 tables, too: dense weights are float32.
         rows = self.tables(batch.ids, event_time_s=batch.event_time_s)
-        inputs = {name: one.float() for name, one in rows.items()}
-        with torch.autocast(
-            self._device_type, dtype=self._dtype, enabled=self._dtype != torch.float32
-        ):
-            logits_B: Tensor = self.module(batch.dense, inputs[EMBEDDINGS], inputs.get(FIRST_ORDER))
-        logits_B = logits_B.float()
+        logits_B = logits_of(self.module, batch.dense, rows, self._dtype, self._device_type)
         # FSDP2 hangs a hook on what comes out, which a change of a view in place would drop.
         return logits_B.clone() if self._split else logits_B
 

@@ -1,0 +1,168 @@
+"""`shoal serve`."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shoal.cli.shell import Debug, argument, clean_errors, console, option, print_line
+
+if TYPE_CHECKING:
+    from shoal.config import RunConfig
+    from shoal.serve.loading import VersionSource
+
+
+class _Role(str, Enum):
+    all = "all"
+    entry = "entry"
+    ps = "ps"
+
+
+class _ServedDType(str, Enum):
+    float32 = "float32"
+    float16 = "float16"
+
+
+def serve(
+    run: Annotated[
+        str, argument("RUN|EXPORT|CONFIG", "Run folder, config of one, or folder of exports.")
+    ],
+    grpc: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where gRPC listens.")] = (
+        "127.0.0.1:8500"
+    ),
+    http: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where HTTP listens.")] = (
+        "127.0.0.1:8501"
+    ),
+    name: Annotated[str | None, option("NAME", "Of the model; by default the run's.")] = None,
+    version: Annotated[
+        int | None,
+        option("N", "Serve this version; without it the newest, also when a newer one comes."),
+    ] = None,
+    follow: Annotated[
+        list[str] | None,
+        option("ADDRESS", "Publisher of a run that trains, tcp://HOST:PORT; one a rank, in order."),
+    ] = None,
+    follow_token_file: Annotated[
+        str | None, option("FILE", "The secret of the publishers (publish.token_file).")
+    ] = None,
+    role: Annotated[
+        _Role, typer.Option(help="All, the rows of one share, or all but the rows.")
+    ] = _Role.all,
+    index: Annotated[int, typer.Option(metavar="I", help="Which share of rows, for ps.")] = 0,
+    of: Annotated[int, typer.Option(metavar="N", help="How many shares of rows there are.")] = 1,
+    ps: Annotated[
+        list[str] | None,
+        option(
+            "HOST:PORT[,HOST:PORT]",
+            "Replicas of a share of rows, for entry; one a share, in order.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        _ServedDType | None,
+        typer.Option(help="Of rows; by default as trained.", show_default=False),
+    ] = None,
+    token_file: Annotated[
+        str | None, option("FILE", "A secret that callers must send: authorization: Bearer TOKEN.")
+    ] = None,
+    tls_certificate: Annotated[str | None, option("FILE", "Chain of TLS, PEM.")] = None,
+    tls_key: Annotated[str | None, option("FILE", "Key of TLS, PEM.")] = None,
+    workers: Annotated[
+        int | None, option("N", "Threads that compute; by default one a core.")
+    ] = None,
+    requests_per_s: Annotated[float | None, option("N", "Refuse more than so many.")] = None,
+    poll_s: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How often to look for a newer version.")
+    ] = 1.0,
+    debug: Debug = False,
+) -> None:
+    """Serve predictions of a model over gRPC and HTTP, until SIGTERM or Ctrl-C.
+
+    Speaks TF-Serving's and the Open Inference protocol. HTTP also has /metrics, /healthz and a page
+    of what is served. Rows can be spread over processes: each of them serves a share as
+    MODEL:ps_I, and an entry asks them.
+
+    Examples:
+
+      shoal serve runs/flights-20131101-120000
+
+      shoal serve examples/flights.yaml --follow tcp://127.0.0.1:7100
+
+      shoal serve exported --role ps --index 0 --of 2 --grpc 127.0.0.1:8600
+
+      shoal serve exported --role entry --ps 127.0.0.1:8600 --ps 127.0.0.1:8601
+    """
+    with clean_errors(debug):
+        from importlib.metadata import version as version_of
+
+        from shoal.comm.transport import Secret
+        from shoal.errors import ConfigError
+        from shoal.serve.loading import FolderSource, FollowedSource, Share
+        from shoal.serve.repository import Repository
+        from shoal.serve.server import ModelServer, Tls
+        from shoal.serve.service import Limits, Service
+
+        shares = [one.split(",") for one in ps or ()]
+        wrong = {
+            "tls_key": (tls_key is None) != (tls_certificate is None),
+            "ps": (role is _Role.entry) != bool(shares),
+            "index": not 0 <= index < of,
+            "follow": bool(follow) and (role is not _Role.all or version is not None),
+        }
+        for option_name, is_wrong in wrong.items():
+            if is_wrong:
+                raise ConfigError(
+                    f"option --{option_name.replace('_', '-')} of shoal serve",
+                    got="options that do not go together",
+                    allowed="--tls-key with --tls-certificate, --ps with --role entry, "
+                    "--index below --of, --follow alone",
+                    remedy="See shoal serve --help.",
+                )
+        share = Share(
+            role=role.value,
+            index=index,
+            of=len(shares) or of,
+            dtype=None if dtype is None else dtype.value,
+            addresses=tuple(map(tuple, shares)),
+        )
+        token = Secret.of_file(token_file)
+        source: VersionSource
+        if follow:
+            secret = Secret.of_file(follow_token_file)
+            source = FollowedSource(_config(run), follow, share, name=name, secret=secret)
+        else:
+            source = FolderSource(_folder(run), share, name=name, version=version)
+        done, out = threading.Event(), console()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: done.set())
+        tls = Tls(tls_certificate, tls_key) if tls_certificate and tls_key else None
+        service_limits = Limits(workers=workers, requests_per_s=requests_per_s)
+        with Repository([source], every_s=poll_s) as models:
+            service = Service(
+                models, limits=service_limits, token=None if token is None else token.token
+            )
+            with ModelServer(
+                service, grpc_address=grpc, http_address=http, tls=tls, version=version_of("shoal")
+            ) as server:
+                what = ", ".join(models.names)
+                print_line(out, f"{what}: gRPC {server.grpc_address}, HTTP {server.http_address}")
+                done.wait()
+
+
+def _folder(run: str) -> Path:
+    """A run's folder, or a folder of exports; of a config file the latest run's."""
+    from shoal.train import folder as folders
+
+    path = Path(run)
+    return path if path.is_dir() else folders.find(run, ())[0].path
+
+
+def _config(run: str) -> RunConfig:
+    from shoal import config as settings
+
+    path = Path(run)
+    return settings.load(path / "config.yaml" if path.is_dir() else path)

@@ -1,0 +1,287 @@
+"""From the folder of a run or of an export, or from a trainer's publishers, to a served model."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from torch import Tensor, nn
+
+from shoal import config as settings
+from shoal.checkpoint import CheckpointStore, Contents, LoadOptions, load, read_manifest
+from shoal.checkpoint.loading import load_share
+from shoal.comm.transport import Secret
+from shoal.config import RunConfig
+from shoal.config.build import ModelParts, build_parts, source_inputs
+from shoal.errors import CheckpointError
+from shoal.exchange.local import Exchange
+from shoal.ps.server import spread_over
+from shoal.serve.client import ReplicaSet, find_in
+from shoal.serve.model import LookupModel, Model, PredictModel
+from shoal.serve.rows import PooledRows, of_shard, of_shares
+from shoal.serve.signature import ExampleReader
+from shoal.sync.replica import Replica, serving_spec
+from shoal.table.cpu.shard import CpuShard
+from shoal.table.hosting import HostedTables
+from shoal.table.spec import RowDType, TableSpec
+from shoal.train import folder as folders
+from shoal.train.folder import RunFolder
+from shoal.train.learner import AMP_DTYPES
+
+Role = Literal["all", "entry", "ps"]
+_VERSION = re.compile(r"[0-9]{1,18}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What of a model a process serves.
+
+    Args:
+        role: "all", "entry" (the dense module; rows are asked for elsewhere) or "ps" (rows).
+        index, of: which share of the rows, of how many.
+        dtype: of rows; None: as trained.
+        addresses: of an entry: replicas of each of the `of` shares, HOST:PORT.
+    """
+
+    role: Role = "all"
+    index: int = 0
+    of: int = 1
+    dtype: RowDType | None = None
+    addresses: tuple[tuple[str, ...], ...] = ()
+
+    def name(self, model: str) -> str:
+        """The served name of a model's share."""
+        return f"{model}:ps_{self.index}" if self.role == "ps" else model
+
+
+class VersionSource(Protocol):
+    """Where versions of one model come from."""
+
+    @property
+    def name(self) -> str: ...
+
+    def newest(self) -> int | None:
+        """Which version should be served now; None: none is there yet."""
+        ...
+
+    def load(self, version: int) -> Model:
+        """Load it; takes as long as it takes."""
+        ...
+
+    def staleness_s(self) -> float | None:
+        """Age of the newest state of the trainer that rows show; None of rows that stay."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class _RunModel:
+    """What all versions of a run's model share."""
+
+    def __init__(self, config: RunConfig, share: Share) -> None:
+        self.config, self.share = config, share
+        self.ids, self.num_dense = source_inputs(config.data.source)
+
+    def parts(self) -> ModelParts:
+        offered = [one.name for one in self.ids]
+        return build_parts(
+            self.config, self.config.model, offered=offered, num_dense=self.num_dense
+        )
+
+    def model(
+        self,
+        version: int,
+        name: str,
+        parts: ModelParts,
+        specs: Sequence[TableSpec],
+        exchange: Exchange,
+    ) -> PredictModel:
+        lists = [one.name for one in self.ids if one.is_list]
+        return PredictModel(
+            name,
+            version,
+            ExampleReader(parts, lists, self.num_dense),
+            PooledRows(parts, specs, exchange),
+            parts.module.eval(),
+            AMP_DTYPES[self.config.amp],
+        )
+
+
+class FolderSource:
+    """The checkpoints of a run's folder by their step, or the versions in a folder of exports.
+
+    Args:
+        path: of the run or of the exports.
+        share: what of it is served.
+        name: of the model; None: the run's.
+        version: the one to serve; None: the newest, whenever a newer one appears.
+
+    Raises:
+        CheckpointError: neither of them.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        share: Share | None = None,
+        *,
+        name: str | None = None,
+        version: int | None = None,
+    ) -> None:
+        self._path, self._share = Path(path), share or Share()
+        self._version, self._given = version, name
+        self._is_run = RunFolder(self._path).config.is_file()
+        if self.newest() is None:
+            raise CheckpointError(
+                "model to serve",
+                got=f"{path} without {'a version' if version is None else f'version {version}'}",
+                allowed="the folder of a run with a checkpoint, or of shoal export",
+                remedy="Train with output.save_model=true, or export a version.",
+            )
+        found = self._folder(self.newest() or 0)
+        self.name = self._share.name(name or settings.load(found.config, environment={}).name)
+
+    def newest(self) -> int | None:
+        """The version to serve."""
+        there = self._versions()
+        if self._version is not None:
+            return self._version if self._version in there else None
+        return max(there, default=None)
+
+    def staleness_s(self) -> float | None:
+        """Rows of a folder stay as they are."""
+        return None
+
+    def load(self, version: int) -> Model:
+        """Load a version's rows and dense module."""
+        folder = self._folder(version)
+        built = _RunModel(settings.load(folder.config, environment={}), self._share)
+        share, parts = built.share, built.parts()
+        url = self._versions()[version] or folders.checkpoint_of(folder)
+        if url is None:
+            raise CheckpointError(
+                "version to serve",
+                got=f"{folder.path} without a checkpoint",
+                allowed="one with rows or a dense module",
+                remedy="Export it again.",
+            )
+        specs = tuple(serving_spec(spec, share.dtype) for spec in parts.tables)
+        if share.role == "ps":
+            shard = load_rows(url, built.config, specs, share.index, share.of)
+            return LookupModel(self.name, version, shard)
+        load_module(url, built.config, parts.module)
+        if share.role == "entry":
+            sets = [ReplicaSet(one) for one in share.addresses]
+            exchange = of_shares(specs, len(sets), find_in(sets, self.name, specs))
+        else:
+            exchange = of_shard(load_rows(url, built.config, specs))
+        return built.model(version, self.name, parts, specs, exchange)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _versions(self) -> dict[int, str | None]:
+        if self._is_run:
+            store = CheckpointStore(folders.checkpoints_of(RunFolder(self._path)))
+            return {entry.step: store.folder(entry.name).url for entry in store.list()}
+        every = self._path.iterdir() if self._path.is_dir() else ()
+        return {int(one.name): None for one in every if _VERSION.fullmatch(one.name)}
+
+    def _folder(self, version: int) -> RunFolder:
+        if self._is_run:
+            return RunFolder(self._path)
+        whole = self._path / str(version)
+        part = f"ps_{self._share.index}" if self._share.role == "ps" else "entry"
+        return RunFolder(whole / part if (whole / part).is_dir() else whole)
+
+
+def load_rows(
+    url: str, config: RunConfig, specs: Sequence[TableSpec], index: int = 0, of: int = 1
+) -> CpuShard:
+    """Rows of a run's model, or a share of them, without optimizer state."""
+    shard = CpuShard(specs)
+    tables = HostedTables(tuple(specs), shard, spread_over(specs, of))
+    load_share([url], tables, index, collection=config.model.kind, state=False)
+    return shard
+
+
+def load_module(url: str, config: RunConfig, module: nn.Module) -> None:
+    """Dense weights of a run's model."""
+    others = frozenset(f"module:{name}" for name in read_manifest(url).modules)
+    name = config.model.kind
+    options = LoadOptions(tables=(), state=False, allow_unknown=others - {f"module:{name}"})
+    load(url, Contents(modules={name: module}), options=options)
+
+
+class FollowedSource:
+    """A run that trains: rows and dense weights of its publishers.
+
+    Each dense version that arrives replaces the last one as a whole; rows change in place.
+
+    Args:
+        config: of the run.
+        publishers: addresses, one a rank, in order.
+        share: what of it is served: "all".
+        name: of the model; None: the run's.
+        secret: what the publishers were given.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        publishers: Sequence[str],
+        share: Share | None = None,
+        *,
+        name: str | None = None,
+        secret: Secret | None = None,
+    ) -> None:
+        self._built = _RunModel(config, share or Share())
+        self.name = name or config.name
+        self._parts = self._built.parts()
+        self._replica = Replica(
+            self._parts.tables, publishers, dtype=self._built.share.dtype, secret=secret
+        )
+        self._replica.__enter__()
+        self._weights: Mapping[str, Tensor] = {}
+        self._version: int | None = None
+
+    def newest(self) -> int | None:
+        """The rows' version when the newest dense weights came.
+
+        Raises:
+            ConfigError: the publishers are of another run.
+        """
+        status, weights = self._replica.status(), self._replica.dense()
+        whole = weights and all(one.state == "AVAILABLE" for one in status)
+        if whole and weights is not self._weights:
+            self._version = max(status[0].version, (self._version or 0) + 1)
+            self._weights = weights
+        return self._version
+
+    def staleness_s(self) -> float | None:
+        """Of the publisher that is furthest behind."""
+        ages = [one.staleness_s for one in self._replica.status()]
+        return None if None in ages else max(age for age in ages if age is not None)
+
+    def load(self, version: int) -> Model:
+        """The same rows with the newest dense weights."""
+        module = copy.deepcopy(self._parts.module)
+        module.load_state_dict(dict(self._weights))
+        parts = ModelParts(
+            name=self._parts.name,
+            tables=self._parts.tables,
+            features=self._parts.features,
+            layouts=self._parts.layouts,
+            module=module,
+        )
+        return self._built.model(
+            version, self.name, parts, self._replica.specs, of_shard(self._replica.shard)
+        )
+
+    def close(self) -> None:
+        """Follow no more."""
+        self._replica.__exit__(None, None, None)

@@ -1,0 +1,159 @@
+"""Models as they are served: requests in, arrays out; any number of threads at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.errors import ShapeError, unknown_name
+from shoal.serve.rows import PooledRows
+from shoal.serve.signature import (
+    PREDICTION,
+    ExampleReader,
+    Examples,
+    ModelSignature,
+    ServedTensor,
+    as_ids,
+)
+from shoal.serve.tensors import Array
+from shoal.table.shard import IdGroups, RowsById
+from shoal.train.learner import logits_of
+
+Outputs = dict[str, Array]
+
+
+class ReadRequest(Protocol):
+    """A request that a model has read; `size` is what it counts for in a batch."""
+
+    @property
+    def size(self) -> int: ...
+
+
+class Model(Protocol):
+    """One version of a model; never changes what it replies, but for rows that follow a trainer."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def signature(self) -> ModelSignature: ...
+
+    def read(self, inputs: Mapping[str, Array]) -> ReadRequest:
+        """Check a request before it waits for its turn.
+
+        Raises:
+            UnknownName, InputError: what is wrong with it.
+        """
+        ...
+
+    def run(self, requests: Sequence[Any]) -> list[Outputs]:
+        """What it replies to each request, computed in one batch."""
+        ...
+
+
+class PredictModel:
+    """Examples in, probabilities out: what `shoal predict` writes, bit for bit.
+
+    Args:
+        name, version: of the model.
+        reader: of its requests.
+        rows: pooled rows of its features.
+        program: takes (dense, embeddings, first_order) to logits [B], in eval mode.
+        amp: dtype of the program's products.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        version: int,
+        reader: ExampleReader,
+        rows: PooledRows,
+        program: Callable[..., Tensor],
+        amp: torch.dtype = torch.float32,
+    ) -> None:
+        self.name, self.version, self.signature = name, version, reader.signature
+        self.reader, self.rows = reader, rows
+        self._program, self._amp = program, amp
+
+    def read(self, inputs: Mapping[str, Array]) -> Examples:
+        """The examples of a request."""
+        return self.reader.read(inputs)
+
+    def run(self, requests: Sequence[Examples]) -> list[Outputs]:
+        """Probabilities of each request's examples."""
+        with torch.inference_mode():
+            batch, dense_B = self.reader.join(requests)
+            if not batch.batch_size:
+                return [{PREDICTION: np.empty(0, np.float32)} for _ in requests]
+            logits_B = logits_of(self._program, dense_B, self.rows(batch), self._amp)
+            found_B = logits_B.sigmoid().numpy()
+        cuts = np.cumsum([one.size for one in requests[:-1]])
+        return [{PREDICTION: part} for part in np.split(found_B, cuts)]
+
+    def predict(self, inputs: Mapping[str, Array]) -> Outputs:
+        """Probabilities of one request's examples.
+
+        Raises:
+            UnknownName, InputError: an input that the model does not have, or does not take so.
+        """
+        return self.run([self.read(inputs)])[0]
+
+
+class _Ids:
+    """The ids of a request, by table number."""
+
+    __slots__ = ("ids", "size")
+
+    def __init__(self, ids: dict[int, Array]) -> None:
+        self.ids, self.size = ids, sum(map(len, ids.values()))
+
+
+class LookupModel:
+    """Ids of tables in, their rows out, zeros where there is none: one share of a model's rows.
+
+    Args:
+        name, version: of the model.
+        rows: finds them.
+    """
+
+    def __init__(self, name: str, version: int, rows: RowsById) -> None:
+        self.name, self.version, self._rows = name, version, rows
+        self._numbers = {spec.name: k for k, spec in enumerate(rows.specs)}
+        self.signature = ModelSignature(
+            tuple(ServedTensor(spec.name, "int64", (-1,), optional=True) for spec in rows.specs),
+            tuple(ServedTensor(spec.name, "float32", (-1, spec.dim)) for spec in rows.specs),
+        )
+
+    def read(self, inputs: Mapping[str, Array]) -> _Ids:
+        """The ids of a request."""
+        ids = {}
+        for name, given in inputs.items():
+            if name not in self._numbers:
+                raise unknown_name("table of the model", name, self._numbers)
+            if given.ndim != 1:
+                remedy = "Send a list of ids for each table."
+                raise ShapeError(f"ids of table {name!r}", list(given.shape), "[N]", remedy)
+            ids[self._numbers[name]] = as_ids(name, given)
+        return _Ids(ids)
+
+    def run(self, requests: Sequence[_Ids]) -> list[Outputs]:
+        """The rows of each request's ids."""
+        asked = [(table, ids) for one in requests for table, ids in one.ids.items()]
+        if not asked:
+            return [{} for _ in requests]
+        splits = np.cumsum([0, *(len(ids) for _, ids in asked)])
+        ids_N = torch.from_numpy(np.concatenate([ids for _, ids in asked]))
+        tables_G = torch.tensor([table for table, _ in asked], dtype=torch.int32, device="cpu")
+        found = iter(self._rows.find(IdGroups(ids_N, torch.from_numpy(splits), tables_G)).weights)
+        specs = self._rows.specs
+        return [
+            {specs[table].name: next(found).float().numpy() for table in one.ids}
+            for one in requests
+        ]

@@ -1,0 +1,190 @@
+"""A process's ports: gRPC and HTTP on one event loop, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import grpc
+import uvicorn
+
+from shoal.errors import ConfigError
+from shoal.serve.grpc_server import make_server
+from shoal.serve.http_server import make_app
+from shoal.serve.service import Service
+
+_GRACE_S = 5.0
+_SWITCH_S = 0.0005  # a worker that is done waits no longer for the loop's thread
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Files of a certificate chain and its private key, PEM."""
+
+    certificate: str
+    key: str
+
+
+class ModelServer:
+    """Serves a service until its end.
+
+    Args:
+        service: what is served.
+        grpc_address: HOST:PORT; port 0 takes a free one. None: no gRPC.
+        http_address: the same of HTTP.
+        tls: None: plain text.
+        version: of Shoal, which metadata has.
+
+    Attributes:
+        grpc_address, http_address: with the ports that were taken; "" of none.
+
+    Raises:
+        ConfigError: an address that is taken or none, or files that are no certificate.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        *,
+        grpc_address: str | None = "127.0.0.1:0",
+        http_address: str | None = "127.0.0.1:0",
+        tls: Tls | None = None,
+        version: str = "",
+    ) -> None:
+        self._service, self._tls, self._version = service, tls, version
+        self._wanted_grpc, self._wanted_http = grpc_address, http_address
+        self.grpc_address = self.http_address = ""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._end: asyncio.Event | None = None
+        self._started: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name="shoal server", daemon=True)
+
+    def __enter__(self) -> ModelServer:
+        self._switch_s = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_S)
+        self._service.__enter__()
+        self._thread.start()
+        try:
+            self._started.result()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._loop is not None and self._end is not None:
+            with suppress(RuntimeError):  # it ended by itself
+                self._loop.call_soon_threadsafe(self._end.set)
+        self._thread.join()
+        self._service.__exit__(None, None, None)
+        sys.setswitchinterval(self._switch_s)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:  # noqa: BLE001  who starts the server gets it
+            if not self._started.done():
+                self._started.set_exception(error)
+
+    async def _serve(self) -> None:
+        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
+        stops: list[Callable[[], Any]] = []
+        try:
+            if self._wanted_grpc is not None:
+                stops.append(await self._start_grpc(self._wanted_grpc))
+            if self._wanted_http is not None:
+                stops.append(await self._start_http(self._wanted_http))
+            self._started.set_result(None)
+            await self._end.wait()
+        finally:
+            for stop in reversed(stops):
+                await stop()
+
+    async def _start_grpc(self, address: str) -> Callable[[], Any]:
+        server = make_server(self._service, self._version)
+        host, _ = _split(address)
+        try:
+            if self._tls is None:
+                port = server.add_insecure_port(address)
+            else:
+                pair = Path(self._tls.key).read_bytes(), Path(self._tls.certificate).read_bytes()
+                port = server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
+        except OSError as error:
+            raise _files(self._tls, error) from error
+        except RuntimeError as error:
+            raise _taken(address, error) from error
+        await server.start()
+        self.grpc_address = f"{host}:{port}"
+        return lambda: server.stop(_GRACE_S)
+
+    async def _start_http(self, address: str) -> Callable[[], Any]:
+        host, number = _split(address)
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listening = socket.socket(family)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((host.strip("[]"), number))
+        except OSError as error:
+            raise _taken(address, error) from error
+        config = uvicorn.Config(
+            make_app(self._service, self._version),
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            ssl_certfile=None if self._tls is None else self._tls.certificate,
+            ssl_keyfile=None if self._tls is None else self._tls.key,
+            timeout_graceful_shutdown=int(_GRACE_S),
+        )
+        try:
+            config.load()
+        except (OSError, ssl.SSLError) as error:
+            raise _files(self._tls, error) from error
+        server = uvicorn.Server(config)
+        self.http_address = f"{host}:{listening.getsockname()[1]}"
+        serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.01)
+
+        async def stop() -> None:
+            server.should_exit = True
+            await serving
+            listening.close()
+
+        return stop
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) >= 1 << 16:
+        raise _taken(address, "no address")
+    return host, int(port)
+
+
+def _taken(address: str, error: object) -> ConfigError:
+    return ConfigError(
+        "address of a server",
+        got=f"{address} ({error})",
+        allowed="HOST:PORT of this machine that is free",
+        remedy="Choose another; port 0 takes a free one.",
+    )
+
+
+def _files(tls: Tls | None, error: object) -> ConfigError:
+    return ConfigError(
+        "files of TLS", got=f"{tls} ({error})", allowed="PEM files", remedy="Check the paths."
+    )

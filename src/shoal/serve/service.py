@@ -1,0 +1,230 @@
+"""What both protocols stand on: models, workers, limits, metrics, and codes of errors."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from shoal.errors import (
+    ConfigError,
+    DataError,
+    InputError,
+    ServerLost,
+    ShoalError,
+    UnknownName,
+    unknown_name,
+)
+from shoal.serve.batching import Batcher, TokenBucket
+from shoal.serve.model import Model, Outputs
+from shoal.serve.repository import Repository
+from shoal.serve.signature import SIGNATURES
+from shoal.serve.tensors import Array
+
+_log = logging.getLogger(__name__)
+_BUCKETS_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_LOOKUP = "lookup"
+
+
+class Code(IntEnum):
+    """Codes of gRPC that servers here reply with."""
+
+    OK = 0
+    INVALID_ARGUMENT = 3
+    NOT_FOUND = 5
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    UNAUTHENTICATED = 16
+
+
+HTTP_STATUS = {
+    Code.OK: 200,
+    Code.INVALID_ARGUMENT: 400,
+    Code.NOT_FOUND: 404,
+    Code.UNIMPLEMENTED: 501,
+    Code.INTERNAL: 500,
+    Code.UNAVAILABLE: 503,
+    Code.UNAUTHENTICATED: 401,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a server takes on.
+
+    Args:
+        most_bytes: of a request.
+        most_rows: of a batch that is joined from several requests.
+        most_waiting: requests that wait for a worker.
+        requests_per_s: None: any number.
+        workers: threads that compute; None: one a core.
+    """
+
+    most_bytes: int = 32 << 20
+    most_rows: int = 1024
+    most_waiting: int = 4096
+    requests_per_s: float | None = None
+    workers: int | None = None
+
+
+def code_of(error: BaseException) -> Code:
+    """The code of an error: what cannot be found, what is wrong with a request, or a fault here."""
+    if isinstance(error, UnknownName):
+        unknown = error.args and str(error.args[0]).startswith(("unknown model", "unknown version"))
+        return Code.NOT_FOUND if unknown else Code.INVALID_ARGUMENT
+    if isinstance(error, ServerLost):
+        return Code.UNAVAILABLE
+    if isinstance(error, InputError | DataError | ConfigError):
+        return Code.INVALID_ARGUMENT
+    return Code.INTERNAL
+
+
+def message_of(error: BaseException) -> str:
+    """What a client is shown: errors of ours as they are, of others only that there was one."""
+    if isinstance(error, ShoalError):
+        return str(error)
+    _log.error("a request failed", exc_info=error)
+    return "an error of the server, which its log has"
+
+
+class Service:
+    """Predictions of a repository's models, counted and limited.
+
+    Args:
+        models: what is served.
+        limits: of requests.
+        token: what callers must know; None: anybody may call.
+
+    Attributes:
+        registry: of the metrics.
+    """
+
+    def __init__(
+        self, models: Repository, *, limits: Limits | None = None, token: str | None = None
+    ) -> None:
+        self.models, self.limits = models, limits or Limits()
+        self._token = None if token is None else f"Bearer {token}".encode()
+        self.registry = CollectorRegistry()
+        make: dict[str, Any] = {"registry": self.registry}
+        labels = ("model", "protocol")
+        self._replies = Counter("shoal_requests", "Requests by code.", (*labels, "code"), **make)
+        self._seconds = Histogram(
+            "shoal_request_seconds", "Time of requests.", labels, buckets=_BUCKETS_S, **make
+        )
+        self._rows = Histogram(
+            "shoal_batch_rows", "Rows of batches.", ("model",), buckets=_ROWS, **make
+        )
+        self._joined = Counter("shoal_batched_requests", "Requests in batches.", ("model",), **make)
+        self._version = Gauge("shoal_model_version", "Version served.", ("model",), **make)
+        self._staleness = Gauge(
+            "shoal_staleness_seconds", "Age of the rows' newest state.", ("model",), **make
+        )
+        Gauge("shoal_waiting_requests", "Requests that wait.", **make).set_function(
+            lambda: self._batcher.waiting
+        )
+        self._batcher = Batcher(
+            workers=self.limits.workers,
+            most_rows=self.limits.most_rows,
+            most_waiting=self.limits.most_waiting,
+            observe=self._observe,
+        )
+        self._bucket = TokenBucket(self.limits.requests_per_s)
+        self._labelled: dict[tuple[str, str, Code], tuple[Any, Any]] = {}
+        self.started_s = time.time()
+
+    def __enter__(self) -> Service:
+        self._batcher.__enter__()
+        return self
+
+    def __exit__(self, *of: Any) -> None:
+        self._batcher.__exit__(None, None, None)
+
+    def allows(self, authorization: str | None) -> bool:
+        """Whether a caller knows the token."""
+        if self._token is None:
+            return True
+        return hmac.compare_digest((authorization or "").encode("utf-8", "replace"), self._token)
+
+    def model(self, name: str, version: int | None, signature: str = "") -> Model:
+        """A model to ask.
+
+        Raises:
+            UnknownName: no such model, version or signature.
+            ServerLost: it is not loaded yet.
+        """
+        model = self.models.get(name, version)
+        if signature not in SIGNATURES and signature != _LOOKUP:
+            raise unknown_name("signature", signature, SIGNATURES[1:])
+        return model
+
+    async def predict(
+        self, model: Model, inputs: Mapping[str, Array], wanted: Sequence[str] = ()
+    ) -> Outputs:
+        """Outputs of a request; wanted: only these, () all.
+
+        Raises:
+            UnknownName, InputError: what is wrong with the request.
+            ServerLost: there are too many.
+        """
+        self._bucket.take()
+        names = [one.name for one in model.signature.outputs]
+        for name in wanted:
+            if name not in names:
+                raise unknown_name("output of the model", name, names)
+        outputs = await self._batcher.predict(model, inputs)
+        return {name: outputs[name] for name in wanted or outputs if name in outputs}
+
+    async def timed(
+        self, protocol: str, call: Callable[[], Awaitable[tuple[str, Any]]]
+    ) -> tuple[Code, Any]:
+        """(code, reply or message) of a call that returns its model's name and its reply."""
+        began_s = time.perf_counter()
+        model, code, reply = "", Code.OK, None
+        try:
+            model, reply = await call()
+        except Exception as error:  # noqa: BLE001  its caller gets a code for it
+            code, reply = code_of(error), message_of(error)
+        key = (model, protocol, code)
+        found = self._labelled.get(key)
+        if found is None:
+            found = self._labelled[key] = (
+                self._replies.labels(model, protocol, code.name),
+                self._seconds.labels(model, protocol),
+            )
+        found[0].inc()
+        found[1].observe(time.perf_counter() - began_s)
+        return code, reply
+
+    def collect(self) -> None:
+        """Bring gauges up to date."""
+        for name in self.models.names:
+            states = [one for one in self.models.states(name) if one.state == "AVAILABLE"]
+            if states:
+                self._version.labels(name).set(states[-1].version)
+            staleness_s = self.models.staleness_s(name)
+            if staleness_s is not None:
+                self._staleness.labels(name).set(staleness_s)
+
+    def totals(self) -> list[tuple[str, str, float, float]]:
+        """(model, protocol, requests, seconds in all) since the start."""
+        found: dict[tuple[str, str], list[float]] = {}
+        for metric in self.registry.collect():
+            for sample in metric.samples:
+                suffix = sample.name.removeprefix("shoal_request_seconds")
+                if suffix in ("_count", "_sum"):
+                    key = sample.labels["model"], sample.labels["protocol"]
+                    pair = found.setdefault(key, [0.0, 0.0])
+                    pair[suffix == "_sum"] = sample.value
+        return [(*key, *pair) for key, pair in sorted(found.items())]  # type: ignore[misc]
+
+    def _observe(self, model: str, requests: int, rows: int) -> None:
+        self._rows.labels(model).observe(rows)
+        self._joined.labels(model).inc(requests)

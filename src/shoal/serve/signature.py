@@ -1,0 +1,221 @@
+"""What a model takes and returns, and requests read as examples.
+
+An id feature is one input of its name: [B] or [B, 1], one id an example; a feature of lists is
+[B, L], and an input `<name>_lengths` [B] says how many of an example's L ids count (all of them
+without it). Ids are integers, or texts, which become ids as in training. Every int64 is a legal id,
+so that no value could stand for padding. Dense columns are one input, "dense" [B, n].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from shoal.config.build import ModelParts
+from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, unknown_name
+from shoal.ids import ids_of_text
+from shoal.ragged import KeyedRagged
+from shoal.serve.tensors import Array
+
+DENSE, LENGTHS, PREDICTION = "dense", "_lengths", "prediction"
+SIGNATURES = ("", "serving_default")
+MOST_EXAMPLES = 1 << 16  # of a request
+
+
+@dataclass(frozen=True, slots=True)
+class ServedTensor:
+    """An input or output: its dtype as numpy names it, and its shape; -1 is any size."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSignature:
+    """Inputs and outputs of a model, in order."""
+
+    inputs: tuple[ServedTensor, ...]
+    outputs: tuple[ServedTensor, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Examples:
+    """The examples of a request: by feature ids [N] and lengths [B], and dense [B, n] or None."""
+
+    size: int
+    values: tuple[Array, ...]
+    lengths: tuple[Array, ...]
+    dense: Array | None
+
+
+class ExampleReader:
+    """Reads requests of a model.
+
+    Args:
+        parts: of the model.
+        lists: names of the features whose examples are lists.
+        num_dense: dense columns.
+
+    Attributes:
+        signature: what it reads, and what the model returns.
+
+    Raises:
+        ConfigError: a feature has the name of another input.
+    """
+
+    def __init__(self, parts: ModelParts, lists: Sequence[str], num_dense: int) -> None:
+        self._features = parts.features
+        self._keys = tuple(feature.name for feature in parts.features)
+        self._lists = frozenset(lists)
+        self._num_dense = num_dense
+        inputs: list[ServedTensor] = []
+        for name in self._keys:
+            shape = (-1, -1) if name in self._lists else (-1,)
+            inputs.append(ServedTensor(name, "int64", shape))
+            if name in self._lists:
+                inputs.append(ServedTensor(f"{name}{LENGTHS}", "int64", (-1,), optional=True))
+        if num_dense:
+            inputs.append(ServedTensor(DENSE, "float32", (-1, num_dense)))
+        names = [one.name for one in inputs]
+        if len(set(names)) < len(names):
+            raise ConfigError(
+                "inputs of a served model",
+                got=", ".join(names),
+                allowed=f"features not named {DENSE!r} or like another's lengths",
+                remedy="Rename the feature.",
+            )
+        self._names = frozenset(names)
+        outputs = (ServedTensor(PREDICTION, "float32", (-1,)),)
+        self.signature = ModelSignature(tuple(inputs), outputs)
+
+    def read(self, inputs: Mapping[str, Array]) -> Examples:
+        """The examples of a request.
+
+        Raises:
+            UnknownName: an input that the model does not have.
+            InputError: one that is missing, or of another dtype, shape or number of examples.
+        """
+        if not self._names.issuperset(inputs):
+            other = next(name for name in inputs if name not in self._names)
+            raise unknown_name("input of the model", other, self._names)
+        values, lengths, size = [], [], -1
+        for feature in self._features:
+            name = feature.name
+            ids, counts = self._ids(name, inputs)
+            if feature.max_length is not None and counts.max(initial=0) > feature.max_length:
+                raise ShapeError(
+                    f"ids of one example in feature {name!r}",
+                    got=int(counts.max()),
+                    allowed=f"at most {feature.max_length} (max_length)",
+                    remedy="Shorten the lists.",
+                )
+            if size < 0:
+                size = _checked_size(len(counts))
+            _check_size(name, len(counts), size)
+            values.append(ids)
+            lengths.append(counts)
+        return Examples(size, tuple(values), tuple(lengths), self._dense(inputs, size))
+
+    def join(self, requests: Sequence[Examples]) -> tuple[KeyedRagged, torch.Tensor | None]:
+        """The examples of several requests as one batch."""
+        many = range(len(self._keys))
+        values = [part for f in many for part in (one.values[f] for one in requests)]
+        lengths = [part for f in many for part in (one.lengths[f] for one in requests)]
+        dense = None
+        if self._num_dense:  # a copy of one request's, too: what came in is read-only
+            dense = np.concatenate([one.dense for one in requests if one.dense is not None])
+        joined = np.concatenate(lengths)
+        offsets = np.zeros(joined.size + 1, dtype=np.int64)
+        np.cumsum(joined, out=offsets[1:])
+        ids = torch.from_numpy(np.concatenate(values))
+        batch = KeyedRagged(self._keys, ids, torch.from_numpy(offsets))
+        return batch, None if dense is None else torch.from_numpy(dense)
+
+    def _ids(self, name: str, inputs: Mapping[str, Array]) -> tuple[Array, Array]:
+        given = inputs.get(name)
+        if given is None:
+            remedy = "Give every feature; one without ids is [B, 0], or has lengths of 0."
+            raise InputError(
+                f"input {name!r}", got="none", allowed=f"all of {list(self._keys)}", remedy=remedy
+            )
+        is_list = name in self._lists
+        if given.ndim not in (1, 2) or (not is_list and given.ndim == 2 and given.shape[1] != 1):
+            allowed = "[B] or [B, L]" if is_list else "[B] or [B, 1]"
+            raise _shape(name, given, allowed)
+        ids = as_ids(name, given)
+        size = given.shape[0]
+        counts = inputs.get(f"{name}{LENGTHS}") if is_list else None
+        length = 1 if given.ndim == 1 else given.shape[1]
+        if counts is None:
+            return ids, np.full(size, length, dtype=np.int64)
+        counts = counts.reshape(-1) if counts.ndim == 2 and counts.shape[1] == 1 else counts
+        if counts.shape != (size,) or counts.dtype.kind not in "iu":
+            raise _shape(f"{name}{LENGTHS}", counts, f"[{size}], integers")
+        counts = counts.astype(np.int64, copy=False)
+        if size and not 0 <= counts.min() <= counts.max() <= length:
+            raise ShapeError(
+                f"{name}{LENGTHS}",
+                got=f"{counts.min()}..{counts.max()}",
+                allowed=f"0..{length}, as {name!r} is wide",
+                remedy="Count the ids of each example.",
+            )
+        there = np.arange(length) < counts[:, None]
+        return ids.reshape(size, length)[there], counts
+
+    def _dense(self, inputs: Mapping[str, Array], size: int) -> Array | None:
+        if not self._num_dense:
+            return None
+        given = inputs.get(DENSE)
+        if given is None or given.shape != (size, self._num_dense):
+            raise _shape(DENSE, given, f"[{size}, {self._num_dense}]")
+        if given.dtype.kind not in "fiu":
+            raise DTypeError(
+                f"dtype of input {DENSE!r}", given.dtype, "numbers", "Send floating numbers."
+            )
+        dense = np.ascontiguousarray(given, dtype=np.float32)
+        if not np.isfinite(dense).all():
+            remedy = "Send what stands for a missing value in training."
+            raise InputError(f"input {DENSE!r}", "NaN or infinity", "finite numbers", remedy)
+        return dense
+
+
+def as_ids(name: str, given: Array) -> Array:
+    """Ids of an input, flat: integers as they are, texts as in training.
+
+    Raises:
+        DTypeError: neither integers nor texts.
+    """
+    kind = given.dtype.kind
+    if kind in "OSU":
+        return ids_of_text(given.reshape(-1)).numpy()
+    if kind not in "iu":
+        raise DTypeError(
+            f"dtype of input {name!r}", given.dtype, "integers or texts", "Send ids as INT64."
+        )
+    flat = given.reshape(-1)
+    return flat.view(np.int64) if given.dtype == np.uint64 else flat.astype(np.int64, copy=False)
+
+
+def _checked_size(size: int) -> int:
+    if size > MOST_EXAMPLES:
+        raise ShapeError(
+            "examples of a request", size, f"at most {MOST_EXAMPLES}", "Send several requests."
+        )
+    return size
+
+
+def _check_size(name: str, got: int, size: int) -> None:
+    if got != size:
+        raise ShapeError(
+            f"examples of input {name!r}", got, f"{size}, as of the first", "Send one B."
+        )
+
+
+def _shape(name: str, given: Array | None, allowed: str) -> ShapeError:
+    got = "none" if given is None else f"{list(given.shape)} {given.dtype}"
+    return ShapeError(f"shape of input {name!r}", got, allowed, "See the model's metadata.")
