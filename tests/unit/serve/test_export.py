@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -24,11 +26,14 @@ from shoal.errors import CheckpointError, ConfigError
 from shoal.placement import hash_ids, ranks_of
 from shoal.serve import export as exporting
 from shoal.serve.bundle import Bundle, open_bundle, signature_of
+from shoal.serve.loading import FolderSource, Share
+from shoal.serve.model import PredictModel
 from shoal.sync.replica import serving_spec
 from shoal.table.factory import make_shard
 from shoal.table.hosting import HostedTables
 from shoal.table.values import RowChunk
 from shoal.train import folder as folders
+from support.served_models import serving_sources
 
 pytestmark = pytest.mark.slow  # torch.export takes seconds
 ROOT = Path(__file__).parents[3]
@@ -58,6 +63,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = {"dir": str(tmp_path_factory.mktemp("runs"))}
     chosen = config.from_mapping({**CONFIG, "output": output})
     return train.run(chosen, console=Console(quiet=True)).folder
+
+
+@pytest.fixture(scope="module")
+def dense(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A version of the dense module alone."""
+    return export(run, tmp_path_factory.mktemp("dense"), "--mode", "dense")
 
 
 def export(run: Path, folder: Path, *options: str) -> Path:
@@ -169,13 +180,12 @@ def test_rows_in_half_precision(run: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(half.weights.float(), wanted.weights, rtol=1e-3, atol=1e-4)
 
 
-def test_the_dense_module_alone(run: Path, tmp_path: Path) -> None:
-    path = export(run, tmp_path, "--mode", "dense")
-    bundle = open_bundle(path)
+def test_the_dense_module_alone(dense: Path) -> None:
+    bundle = open_bundle(dense)
     module = bundle.parts().module
-    module.load_state_dict(torch.load(path / "dense.pt", weights_only=True))
+    module.load_state_dict(torch.load(dense / "dense.pt", weights_only=True))
     load(bundle.checkpoint, Contents(modules={"deepfm": bundle.parts().module}))
-    program = torch.export.load(path / bundle.signature.dense_program).module()
+    program = torch.export.load(dense / bundle.signature.dense_program).module()
     for batch in (1, 5):
         inputs = exporting.dense_example(bundle.signature, batch)
         torch.testing.assert_close(program(*inputs), module.eval()(*inputs))
@@ -223,8 +233,8 @@ class _Branches(nn.Module):
         return embeddings.sum(dim=(1, 2))
 
 
-def test_a_module_that_torch_cannot_export_has_a_reason(run: Path, tmp_path: Path) -> None:
-    parts = open_bundle(export(run, tmp_path, "--mode", "dense")).parts()
+def test_a_module_that_torch_cannot_export_has_a_reason(dense: Path, tmp_path: Path) -> None:
+    parts = open_bundle(dense).parts()
     signature = signature_of(parts, part="dense", step=1, num_dense=0, amp="none")
     problem = exporting.export_dense(_Branches(), signature, tmp_path / "one.pt2")
     assert problem is not None and "data-dependent" in problem
@@ -254,9 +264,32 @@ def test_a_folder_that_is_no_bundle(tmp_path: Path) -> None:
         open_bundle(tmp_path)
 
 
-def test_the_example_loads_the_dense_module_with_torch_alone(run: Path, tmp_path: Path) -> None:
-    path = export(run, tmp_path, "--mode", "dense")
-    script = [sys.executable, "-W", "error", str(ROOT / "examples" / "load_dense.py"), str(path)]
+def test_the_example_loads_the_dense_module_with_torch_alone(dense: Path) -> None:
+    script = [sys.executable, "-W", "error", str(ROOT / "examples" / "load_dense.py"), str(dense)]
     done = subprocess.run(script, capture_output=True, text=True, check=True)
     assert done.stdout == "2 logits of dense.pt2\n"
     assert "import shoal" not in Path(script[3]).read_text()
+
+
+@pytest.mark.parametrize("shards", [0, 2])
+def test_a_version_is_served(run: Path, tmp_path: Path, shards: int) -> None:
+    """shards 0: standalone. Predictions have the bits of the run's own."""
+    options = ("--mode", "distributed", "--shards", str(shards)) if shards else ()
+    path = export(run, tmp_path, *options)
+    with ExitStack() as stack:
+        addresses = []
+        for index in range(shards):
+            source = FolderSource(tmp_path, Share(role="ps", index=index, of=shards))
+            server, _ = stack.enter_context(serving_sources([source]))
+            addresses.append((server.grpc_address,))
+        share = Share(role="entry", addresses=tuple(addresses)) if shards else Share()
+        source = FolderSource(tmp_path, share)
+        model = source.load(int(path.name))
+        own = FolderSource(run).load(int(path.name))
+        generator = np.random.default_rng(0)
+        inputs = {f"f{k}": generator.integers(0, 60, 20) for k in range(3)}
+        inputs["dense"] = generator.normal(size=(20, 4)).astype(np.float32)
+        assert isinstance(model, PredictModel) and isinstance(own, PredictModel)
+        found, expected = model.predict(inputs), own.predict(inputs)
+    assert len(set(found["prediction"].tolist())) > 10
+    assert np.array_equal(found["prediction"], expected["prediction"])
