@@ -9,7 +9,7 @@ CORES := $(shell nproc 2>/dev/null || echo 2)
 CORE_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.inc) CMakeLists.txt pyproject.toml
 BUILD_TOOLS := scikit-build-core nanobind cmake ninja
 
-.PHONY: setup demo demo-hrm demo-ps test test-all check test-slow test-crash test-gpu test-gpu-dist tsan bench format clean
+.PHONY: setup demo demo-hrm demo-ps test test-all check test-slow test-crash test-gpu test-gpu-dist test-tfserving tsan bench format clean
 
 setup: $(VENV)/.installed
 
@@ -59,6 +59,13 @@ test-slow: setup
 test-crash: setup
 	$(BIN)/python -m pytest -s tests/e2e/test_checkpoint_crash.py
 
+# TensorFlow's own client, which needs all of TensorFlow: a venv of its own.
+test-tfserving:
+	$(PYTHON) -m venv .venv-tfserving
+	.venv-tfserving/bin/pip --disable-pip-version-check -q install -c constraints.txt torch numpy $(BUILD_TOOLS)
+	.venv-tfserving/bin/pip --disable-pip-version-check -q install --no-build-isolation '.[test,serve]' tensorflow-serving-api
+	.venv-tfserving/bin/python -m pytest -rs tests/e2e/test_serve_tfserving.py
+
 # On a GPU machine with its own torch and Triton; needs nothing else, pytest's timeouts neither.
 test-gpu:
 	$(PYTHON) -m pytest -p no:cacheprovider -o addopts=-q -W ignore::pytest.PytestConfigWarning -m gpu tests
@@ -90,6 +97,7 @@ bench: .venv-peers/.installed
 	.venv-peers/bin/python bench/dist.py --json out-dist.json
 	.venv-peers/bin/python bench/checkpoint.py --json out-checkpoint.json
 	.venv-peers/bin/python bench/sync.py --json out-sync.json
+	$(BIN)/python bench/serve.py --json out-serve.json
 	.venv-peers/bin/python bench/plan.py --json out-plan.json
 	.venv-peers/bin/python bench/quality_flights.py --json out-quality-flights.json
 

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from shoal import config as settings
 from shoal import train
+from shoal.errors import InputError
 from shoal.serve.loading import FolderSource
 from shoal.serve.model import Model, Outputs
 from shoal.serve.repository import Repository
@@ -80,7 +81,10 @@ class EchoModel:
         self.batches: list[int] = []
 
     def read(self, inputs: Mapping[str, np.ndarray]) -> Any:
-        return inputs["x"]
+        x = inputs.get("x")
+        if x is None or len(inputs) > 1 or x.ndim != 1 or x.dtype.kind not in "fiu":
+            raise InputError("inputs of the echo", list(inputs), "x: numbers [N]", "Send x.")
+        return x
 
     def run(self, requests: Sequence[np.ndarray]) -> list[Outputs]:
         self.batches.append(len(requests))

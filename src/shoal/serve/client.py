@@ -58,12 +58,14 @@ class _Endpoint:
     def load(self) -> tuple[int, float]:
         return self.in_flight, self.mean_s
 
-    def done(self, seconds: float, *, failed: bool) -> None:
+    def done(self, seconds: float, code: grpc.StatusCode) -> None:
         """Note how a request went."""
         self.in_flight -= 1
-        if not failed:
+        self.mean_s += 0.1 * (seconds - self.mean_s)
+        if code is grpc.StatusCode.CANCELLED:  # another was faster
+            return
+        if code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             self.failures = 0
-            self.mean_s += 0.1 * (seconds - self.mean_s)
             return
         self.failures += 1
         if self.failures >= _FAILURES:
@@ -204,9 +206,8 @@ class ReplicaSet:
         def done(call: Any) -> None:
             seconds = time.monotonic() - began_s
             code = call.code()
-            lost = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
             with self._lock:
-                endpoint.done(seconds, failed=lost)
+                endpoint.done(seconds, code)
                 if code is grpc.StatusCode.OK:
                     self._timed(seconds)
             if not reply.set_running_or_notify_cancel():
@@ -217,6 +218,7 @@ class ReplicaSet:
                 reply.set_exception(call)  # grpc's calls are their own errors
 
         call.add_done_callback(done)
+        reply.add_done_callback(lambda reply: reply.cancelled() and call.cancel())
         return reply
 
     def _timed(self, seconds: float) -> None:

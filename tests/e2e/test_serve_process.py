@@ -1,0 +1,113 @@
+"""`shoal serve` as a process: it starts, follows a run that trains, and ends."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import yaml
+
+from shoal.serve.client import ReplicaSet
+from shoal.serve.loading import FolderSource
+from support.ranks import free_port
+from support.served_models import TINY, tiny_inputs, trained
+
+PORTS = ["--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0"]
+
+
+@contextmanager
+def process(*arguments: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-m", "shoal.cli", *arguments],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as running:
+        try:
+            yield running
+        finally:
+            running.kill()
+
+
+def addresses(running: subprocess.Popen[str]) -> tuple[str, str]:
+    assert running.stdout is not None
+    seen = []
+    for line in running.stdout:
+        seen.append(line)
+        found = re.search(r"gRPC (\S+), HTTP (\S+)", line)
+        if found:
+            return found[1], found[2]
+    raise AssertionError("".join(seen))
+
+
+@pytest.mark.slow
+def test_it_serves_a_run_until_it_is_ended(tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    with process("serve", str(run), *PORTS, cwd=tmp_path) as running:
+        grpc_address, _ = addresses(running)
+        inputs = tiny_inputs(4)
+        source = FolderSource(run)
+        model = source.load(source.newest() or 0)
+        with ReplicaSet([grpc_address]) as clients:
+            found = clients.predict("tiny", inputs, timeout_s=60)["prediction"]
+        assert np.array_equal(found, model.run([model.read(inputs)])[0]["prediction"])
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_it_follows_a_run_that_trains(tmp_path: Path) -> None:
+    """At the end it predicts what the run's checkpoint does."""
+    publisher = f"tcp://127.0.0.1:{free_port()}"
+    file = tmp_path / "run.yaml"
+    publish = {"address": publisher, "every_s": 0.05, "dense_every_s": 0.1, "linger_s": 60.0}
+    file.write_text(yaml.safe_dump({**TINY, "publish": publish}))
+    with process("serve", str(file), "--follow", publisher, *PORTS, cwd=tmp_path) as running:
+        grpc_address, http_address = addresses(running)
+        assert httpx.get(f"http://{http_address}/healthz").status_code == 503
+        with process("train", str(file), cwd=tmp_path) as trainer:
+            printed, _ = trainer.communicate(timeout=240)
+            assert trainer.returncode == 0, printed
+        (run,) = (tmp_path / "runs").iterdir()
+        source = FolderSource(run)
+        model = source.load(source.newest() or 0)
+        inputs = tiny_inputs(64)
+        wanted = model.run([model.read(inputs)])[0]["prediction"]
+        with ReplicaSet([grpc_address]) as clients:
+            for _ in range(600):  # the newest dense weights take a poll
+                found = clients.predict("tiny", inputs, timeout_s=60)["prediction"]
+                if np.array_equal(found, wanted):
+                    break
+                time.sleep(0.1)
+        assert np.array_equal(found, wanted)
+        metrics = httpx.get(f"http://{http_address}/metrics").text
+        assert 'shoal_staleness_seconds{model="tiny"}' in metrics
+
+
+def test_options_that_do_not_go_together(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from shoal.cli import app
+
+    for options in (
+        ["--tls-key", "x"],
+        ["--role", "entry"],
+        ["--ps", "127.0.0.1:1"],
+        ["--index", "1"],
+        ["--follow", "tcp://127.0.0.1:1", "--version", "1"],
+    ):
+        result = CliRunner().invoke(app, ["serve", str(tmp_path), *options])
+        assert result.exit_code == 2
+        assert "allowed" in result.stderr
+    result = CliRunner().invoke(app, ["serve", str(tmp_path)])
+    assert (result.exit_code, "without a version" in result.stderr) == (2, True)
