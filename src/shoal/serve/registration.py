@@ -10,19 +10,25 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
+import threading
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from enum import IntEnum
 from typing import Any, Literal, TypeVar
 
 from shoal.discovery.nodes import Nodes
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, ServerLost
+
+_log = logging.getLogger(__name__)
 
 Layout = Literal["service", "binding"]
 NAME = r"[-_0-9A-Za-z]+"
 _NAME = re.compile(NAME)
 _SUB_GRAPH = re.compile(r"(ps|entry|dense)(?:_([0-9]{1,7}))?")
 _ABSENT = re.compile(r"0\.0\.0\.0|\[::\]|$")
+_LOOK_S = 0.2
 _Value = TypeVar("_Value")
 
 
@@ -178,7 +184,8 @@ class ServingRegistration:
             replica=part.replica,
         )
         self._info = ContainerServiceInfo(grpc=address, http=http or None, idc=part.idc)
-        self.set(ServerState.UNKNOWN)
+        self._state = ServerState.UNKNOWN
+        self.set(self._state)
 
     def set(self, state: ServerState) -> None:
         """Let others see a state.
@@ -189,6 +196,7 @@ class ServingRegistration:
         if self._layout == "service":
             data = to_json(replace(self._meta, stat=int(state)))
             self._nodes.hold(self._part.service, data)
+            self._state = state
             return
         path = f"/{self._part.bzid}/container_service/{self._part.container}"
         self._nodes.hold(path, to_json(self._info))
@@ -196,6 +204,23 @@ class ServingRegistration:
             self._nodes.hold(self._binding, b"")
         else:
             self._nodes.release(self._binding)
+        self._state = state
+
+    def follow(self, is_ready: Callable[[], bool], done: threading.Event) -> None:
+        """Show LOADING or AVAILABLE until a server is done, then UNLOADING; waits meanwhile.
+
+        While ZooKeeper does not answer the server continues, and its state follows later.
+        """
+        state = self._state
+        while state != ServerState.UNLOADING:
+            ended = done.wait(_LOOK_S)
+            state = ServerState.AVAILABLE if is_ready() else ServerState.LOADING
+            state = ServerState.UNLOADING if ended else state
+            if state != self._state:
+                try:
+                    self.set(state)
+                except ServerLost as error:
+                    _log.warning("state %s is not registered yet: %s", state.name, error)
 
     def close(self) -> None:
         """Register no longer. May be called twice."""
