@@ -152,7 +152,8 @@ def export(
                 remedy="Choose another folder or --version.",
             )
         for one in versions_of(base)[:-keep]:
-            _remove(base / str(one))
+            if one != wanted.version:
+                _remove(base / str(one))
     except OSError as error:
         raise CheckpointError(
             f"folder of exports {base}",

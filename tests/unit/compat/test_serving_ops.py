@@ -24,7 +24,7 @@ from shoal.compat.monolith.native_training.protos.parameter_sync_pb2 import (
     ClientConfig,
     PushRequest,
 )
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, InputError
 from shoal.rules.initializers import Zeros
 from shoal.rules.optimizers import SGD
 from shoal.serve.protos import tfserving_pb2 as tfs
@@ -290,3 +290,8 @@ def test_plain_tables_and_a_multi_table_do_not_mix(first: str | None, second: st
     else:
         with pytest.raises(ConfigError, match="tables of sync client"):
             client.bind({"b": ops.BoundTable(1, lambda ids: (ids[:, None], ids > 0))}, second)
+
+
+def test_a_damaged_config_is_refused() -> None:
+    with pytest.raises(InputError, match="config of a sync op"):
+        ops.ParameterSyncClient().create_sync_op(b"\xff\xff")

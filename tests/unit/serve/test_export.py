@@ -205,6 +205,9 @@ def test_the_newest_versions_stay(run: Path, tmp_path: Path) -> None:
         export(run, tmp_path, "--mode", "dense", "--version", str(version), "--keep", "2")
     assert exporting.versions_of(tmp_path) == [2, 10]
     assert sorted(one.name for one in tmp_path.iterdir()) == ["10", "2"]
+    # What was just asked for stays, too.
+    assert export(run, tmp_path, "--mode", "dense", "--version", "0", "--keep", "1").is_dir()
+    assert exporting.versions_of(tmp_path) == [0, 10]
 
 
 def test_an_export_that_fails_leaves_no_version(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from google.protobuf.json_format import MessageToJson
+from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from shoal.compat.monolith.agent_service.backends import SyncBackend
@@ -96,10 +97,13 @@ class ParameterSyncClient:
 
         Returns:
             a `PushResult` as JSON, with a response for each target and part of the request.
+
+        Raises:
+            InputError: a config that is none.
         """
         with self._pushing:
             if config_str is not None:
-                self._config = ClientConfig.FromString(config_str)
+                self._config = _parsed(config_str)
             config = self._config
             self._connect(config.targets)
             with self._lock:
@@ -378,6 +382,20 @@ class DummySyncServer:
 def create_dummy_sync_server(address: str = "127.0.0.1:0") -> DummySyncServer:
     """A server of pushes for tests."""
     return DummySyncServer(address)
+
+
+def _parsed(config_str: bytes) -> ClientConfig:
+    config = ClientConfig()
+    try:
+        config.ParseFromString(config_str)
+        return config
+    except DecodeError as error:
+        raise InputError(
+            "config of a sync op",
+            got=str(error)[:200],
+            allowed="a serialized ClientConfig",
+            remedy="Pass what refresh_sync_config returns.",
+        ) from None
 
 
 def _json(result: PushResult) -> str:
