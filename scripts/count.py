@@ -52,6 +52,7 @@ SHARED_LINES, SHARED_TOKENS = 6, 30
 MONOLITH = PurePosixPath("src/shoal/compat/monolith")
 COUNTED_AS = {
     PurePosixPath("src/shoal/cli/export.py"): "serve",
+    PurePosixPath("src/shoal/cli/serve.py"): "serve",
     MONOLITH / "agent_service": "serve",
     MONOLITH / "native_training/distributed_serving_ops.py": "serve",
     MONOLITH / "native_training/sync_clients.py": "serve",

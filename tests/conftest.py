@@ -34,7 +34,10 @@ if not torch.cuda.is_available():
 
 TESTS = Path(__file__).parent
 # Packages that tests, or what they test, may do without on a GPU machine.
-OPTIONAL = ("fsspec", "hydra", "hypothesis", "omegaconf", "pyarrow", "pydantic", "rich", "typer")
+OPTIONAL = (
+    "fsspec", "google", "grpc", "httpx", "hydra", "hypothesis", "omegaconf", "prometheus_client",
+    "pyarrow", "pydantic", "rich", "starlette", "tritonclient", "typer", "uvicorn",
+)  # fmt: skip
 LACKING = [name for name in OPTIONAL if importlib.util.find_spec(name) is None]
 
 

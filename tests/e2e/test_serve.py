@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import ssl
+import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,12 +23,14 @@ from rich.console import Console
 from shoal import config as settings
 from shoal import train
 from shoal.config.build import open_data
+from shoal.errors import CheckpointError, ConfigError, ServerLost
+from shoal.serve.client import ReplicaSet
 from shoal.serve.loading import FolderSource, Share
 from shoal.serve.protos import health_pb2 as health
 from shoal.serve.protos import tfserving_pb2 as tfs
 from shoal.serve.repository import Repository
-from shoal.serve.server import ModelServer
-from shoal.serve.service import Limits
+from shoal.serve.server import ModelServer, Tls
+from shoal.serve.service import Limits, Service
 from shoal.serve.tensors import tensor_of_tf, tensor_to_tf
 from support.served_models import (
     EchoModel,
@@ -345,6 +351,72 @@ def test_a_newer_checkpoint_is_served_without_a_failure(run: Path, tmp_path: Pat
         done.set()
         thread.join()
         assert seen == sorted(seen)
+
+
+def test_the_newest_version_of_a_folder_of_exports_is_served(run: Path, tmp_path: Path) -> None:
+    inputs = tiny_inputs(5)
+    shutil.copytree(run, tmp_path / "7")
+    (tmp_path / ".partial-9").mkdir()
+    with serving(tmp_path) as (_, models):
+        first = models.get("tiny")
+        assert first.version == 7
+        shutil.copytree(run, tmp_path / ".partial-8")
+        (tmp_path / ".partial-8").rename(tmp_path / "8")
+        until_s = time.monotonic() + 120
+        while models.get("tiny").version != 8:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        wanted = first.run([first.read(inputs)])[0]["prediction"]
+        second = models.get("tiny")
+        assert np.array_equal(second.run([second.read(inputs)])[0]["prediction"], wanted)
+    pinned = FolderSource(tmp_path, version=7, name="other")
+    assert (pinned.newest(), pinned.name) == (7, "other")
+    with pytest.raises(CheckpointError, match="version 9"):
+        FolderSource(tmp_path, version=9)
+
+
+def test_half_rows_take_less_and_predict_nearly_the_same(run: Path) -> None:
+    inputs = tiny_inputs(200)
+    found = {}
+    for dtype in (None, "float16"):
+        source = FolderSource(run, Share(dtype=dtype))
+        model = source.load(source.newest() or 0)
+        found[dtype] = model.run([model.read(inputs)])[0]["prediction"]
+    assert not np.array_equal(found[None], found["float16"])
+    assert np.allclose(found[None], found["float16"], atol=1e-3)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_tls(tmp_path: Path) -> None:
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-keyout", key,
+         "-out", certificate, "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    tls = Tls(certificate, key)
+    with serving_sources([OneSource(EchoModel())], tls=tls, token="t") as (server, _):
+        reply = httpx.get(f"https://{server.http_address}/healthz", verify=context(certificate))
+        assert reply.text == "ok"
+        x = {"x": np.ones(2, np.float32)}
+        address = [server.grpc_address]
+        with ReplicaSet(address, token="t", root_certificate=certificate) as clients:
+            assert clients.predict("echo", x, timeout_s=60)["y"].tolist() == [2, 2]
+        with ReplicaSet(address, token="t") as clients, pytest.raises(ServerLost):
+            clients.predict("echo", x, timeout_s=2)
+    with pytest.raises(ConfigError, match="PEM"):
+        ModelServer(Service(Repository([])), tls=Tls(key, "none")).__enter__()
+
+
+def context(certificate: str) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=certificate)
+
+
+def test_an_address_that_is_taken(served: Served) -> None:
+    for name in ("grpc_address", "http_address"):
+        taken = {name: getattr(served[0], name)}
+        with pytest.raises(ConfigError, match="free"):
+            ModelServer(Service(Repository([])), **taken).__enter__()
 
 
 @pytest.mark.parametrize("of", [1, 3])

@@ -17,7 +17,7 @@ from shoal.checkpoint.loading import load_share
 from shoal.comm.transport import Secret
 from shoal.config import RunConfig
 from shoal.config.build import ModelParts, build_parts, source_inputs
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, ConfigError
 from shoal.exchange.local import Exchange
 from shoal.ps.server import spread_over
 from shoal.serve.client import ReplicaSet, find_in
@@ -264,7 +264,10 @@ class FollowedSource:
 
     def staleness_s(self) -> float | None:
         """Of the publisher that is furthest behind."""
-        ages = [one.staleness_s for one in self._replica.status()]
+        try:
+            ages = [one.staleness_s for one in self._replica.status()]
+        except ConfigError:  # of another run: `newest` reports it
+            return None
         return None if None in ages else max(age for age in ages if age is not None)
 
     def load(self, version: int) -> Model:

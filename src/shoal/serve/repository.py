@@ -104,8 +104,12 @@ class Repository:
         Raises:
             ShoalError: a version that is there cannot be loaded.
         """
-        for entry in self._entries.values():
-            entry.refresh()
+        try:
+            for entry in self._entries.values():
+                entry.refresh()
+        except BaseException:
+            self._close()
+            raise
         self._thread.start()
         return self
 
@@ -117,6 +121,9 @@ class Repository:
     ) -> None:
         self._ending.set()
         self._thread.join()
+        self._close()
+
+    def _close(self) -> None:
         for entry in self._entries.values():
             entry.source.close()
 

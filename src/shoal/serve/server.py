@@ -7,13 +7,11 @@ import socket
 import ssl
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import grpc
 import uvicorn
@@ -103,19 +101,15 @@ class ModelServer:
 
     async def _serve(self) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
-        stops: list[Callable[[], Any]] = []
-        try:
+        async with AsyncExitStack() as stops:
             if self._wanted_grpc is not None:
-                stops.append(await self._start_grpc(self._wanted_grpc))
+                await self._start_grpc(self._wanted_grpc, stops)
             if self._wanted_http is not None:
-                stops.append(await self._start_http(self._wanted_http))
+                await self._start_http(self._wanted_http, stops)
             self._started.set_result(None)
             await self._end.wait()
-        finally:
-            for stop in reversed(stops):
-                await stop()
 
-    async def _start_grpc(self, address: str) -> Callable[[], Any]:
+    async def _start_grpc(self, address: str, stops: AsyncExitStack) -> None:
         server = make_server(self._service, self._version)
         host, _ = _split(address)
         try:
@@ -130,14 +124,14 @@ class ModelServer:
             raise _taken(address, error) from error
         await server.start()
         self.grpc_address = f"{host}:{port}"
-        return lambda: server.stop(_GRACE_S)
+        stops.push_async_callback(server.stop, _GRACE_S)
 
-    async def _start_http(self, address: str) -> Callable[[], Any]:
+    async def _start_http(self, address: str, stops: AsyncExitStack) -> None:
         host, number = _split(address)
+        listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        stops.callback(listening.close)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            listening = socket.socket(family)
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind((host.strip("[]"), number))
         except OSError as error:
             raise _taken(address, error) from error
@@ -163,9 +157,8 @@ class ModelServer:
         async def stop() -> None:
             server.should_exit = True
             await serving
-            listening.close()
 
-        return stop
+        stops.push_async_callback(stop)
 
 
 def _split(address: str) -> tuple[str, int]:
