@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shoal.comm import init, shutdown
-from shoal.distributed.stepping import TableLoad, fitted, predicted, timed_steps
+from shoal.distributed.timed_steps import TableLoad, fitted, predicted, timed_steps
 from shoal.placement import (
     Hosted,
     Placement,

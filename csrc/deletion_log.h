@@ -14,7 +14,7 @@
 
 namespace shoal {
 
-// As GPU kernels write it, too (shoal/kernels/history.py).
+// As GPU kernels write it, too (shoal/kernels/row_changes.py).
 struct Deletion {
   std::int64_t id;
   std::uint32_t version;

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from shoal import _core
-from shoal.checkpoint import rank_rows, writing
+from shoal.checkpoint import sharded_rows, writing
 from shoal.checkpoint.loading import load
 from shoal.checkpoint.saving import begin, save
 from shoal.checkpoint.store import CheckpointStore
@@ -75,7 +75,7 @@ def test_no_memory_on_a_rank_leaves_ranks_in_step(tmp_path: Path) -> None:
 def lack_memory(ranks: Collectives, root: str) -> str:
     """Before rows are sent: the others hear of it, and the next save is as ever."""
     job = trained("row_wise", ranks)
-    plain, calls = rank_rows._packed, []
+    plain, calls = sharded_rows._packed, []
 
     def packed(parts: Any) -> Any:
         calls.append(1)

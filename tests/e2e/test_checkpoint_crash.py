@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.checkpoint import CheckpointStore, compact, tools, verify
+from shoal.checkpoint import CheckpointStore, compact, maintenance, verify
 from shoal.checkpoint.loading import load
 from shoal.checkpoint.saving import begin
 from shoal.checkpoint.writing import JobWriter
@@ -184,14 +184,14 @@ def test_a_save_beside_a_compaction_leaves_it_alone(
         job.save(tmp_path)
     store, delta = CheckpointStore(tmp_path), "step-000000000006-delta"
     job.step()
-    copied = tools._copied
+    copied = maintenance._copied
 
     def interrupted(*args: Any) -> Any:
-        monkeypatch.setattr(tools, "_copied", copied)
+        monkeypatch.setattr(maintenance, "_copied", copied)
         job.save(tmp_path)
         return copied(*args)
 
-    monkeypatch.setattr(tools, "_copied", interrupted)
+    monkeypatch.setattr(maintenance, "_copied", interrupted)
     assert compact(store, delta).kind == "full"
     assert {(entry.step, entry.kind) for entry in store.list()} >= {(6, "delta"), (6, "full")}
     assert max(entry.step for entry in store.list()) == 7

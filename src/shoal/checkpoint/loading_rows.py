@@ -16,7 +16,6 @@ from torch import Tensor
 
 from shoal.checkpoint.chain import Chain, Link, Newer, runs
 from shoal.checkpoint.manifest import SavedFile
-from shoal.checkpoint.rank_rows import slices_of
 from shoal.checkpoint.row_files import (
     Columns,
     ReadBuffer,
@@ -28,6 +27,7 @@ from shoal.checkpoint.row_files import (
     read_rows,
     selected,
 )
+from shoal.checkpoint.sharded_rows import slices_of
 from shoal.checkpoint.table_match import SegmentMatch, TableMatch
 from shoal.errors import CheckpointError, TableFull
 from shoal.placement import Hosted, hash_ids, owners

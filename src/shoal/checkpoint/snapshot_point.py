@@ -10,7 +10,7 @@ from typing import Any
 
 from shoal.checkpoint import dense, job_state
 from shoal.checkpoint.job_state import Contents
-from shoal.checkpoint.rank_rows import slices_of
+from shoal.checkpoint.sharded_rows import slices_of
 from shoal.comm.collectives import Collectives
 from shoal.comm.consensus import together
 from shoal.errors import CheckpointError

@@ -18,7 +18,8 @@ from torch import Tensor
 from shoal import _core
 from shoal.checkpoint import dense, job_state
 from shoal.checkpoint.manifest import FileKind, Manifest, SavedFile, SavedTable, commit
-from shoal.checkpoint.rank_rows import (
+from shoal.checkpoint.row_files import Columns, RowFileWriter, RowLayout, sketch_path, write_whole
+from shoal.checkpoint.sharded_rows import (
     IdSlice,
     OtherRankFailed,
     RowSlice,
@@ -27,7 +28,6 @@ from shoal.checkpoint.rank_rows import (
     SliceSource,
     slices_of,
 )
-from shoal.checkpoint.row_files import Columns, RowFileWriter, RowLayout, sketch_path, write_whole
 from shoal.checkpoint.snapshot_point import SnapshotPoint
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.table_match import saved_table

@@ -76,7 +76,7 @@ def comm(
         import logging
         import os
 
-        from shoal.comm import benchmarks, launch, launchers, mesh
+        from shoal.comm import benchmarks, launch, launch_environment, mesh
 
         environ = {"MONOLITH_BENCHMARK_BPS": "all", **os.environ}
         settings = benchmarks.benchmark_settings(
@@ -89,7 +89,7 @@ def comm(
         )
         logger = logging.getLogger("shoal.comm")
         logger.addHandler(logging.StreamHandler())
-        logger.setLevel(logging.INFO if launchers.detect().rank == 0 else logging.WARNING)
+        logger.setLevel(logging.INFO if launch_environment.detect().rank == 0 else logging.WARNING)
         started = launch.init(device=device)
         out = console()
         try:

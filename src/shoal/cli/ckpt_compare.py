@@ -10,11 +10,11 @@ from rich.console import Console
 from torch import Tensor
 
 from shoal.checkpoint.dense import DenseReader, check_files
+from shoal.checkpoint.maintenance import TableDiffs
+from shoal.checkpoint.maintenance import compact as compact_chain
+from shoal.checkpoint.maintenance import diff as compare
+from shoal.checkpoint.maintenance import verify as look
 from shoal.checkpoint.manifest import Manifest, SavedTable
-from shoal.checkpoint.tools import TableDiffs
-from shoal.checkpoint.tools import compact as compact_chain
-from shoal.checkpoint.tools import diff as compare
-from shoal.checkpoint.tools import verify as look
 from shoal.cli.ckpt import Place, chosen, describe_bytes, find, plain_table
 from shoal.cli.shell import print_line
 

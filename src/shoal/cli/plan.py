@@ -213,14 +213,14 @@ def calibrate(
     """
     with clean_errors(debug):
         from shoal.comm import launch
-        from shoal.distributed import stepping
+        from shoal.distributed import timed_steps
         from shoal.planner import calibrate as measuring
         from shoal.planner.topology import cache_folder
 
         mesh = launch.init(device=device)
         try:
             found = measuring.measure(mesh, scale=measuring.QUICK if quick else None)
-            found = stepping.fitted(mesh, found, steps=5 if quick else 30)
+            found = timed_steps.fitted(mesh, found, steps=5 if quick else 30)
             if mesh.rank == 0:
                 folder = cache_folder() if out is None else out
                 folder.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ from shoal.comm.collectives import (
     Sizes,
 )
 from shoal.comm.launch import current, early_control, init, shutdown
-from shoal.comm.launchers import Launch, detect
+from shoal.comm.launch_environment import Launch, detect
 from shoal.comm.mesh import Mesh
 
 __all__ = [

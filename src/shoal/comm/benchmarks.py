@@ -16,7 +16,7 @@ import torch
 
 from shoal.comm.collectives import Collectives, Part
 from shoal.comm.launch import init
-from shoal.comm.launchers import whole
+from shoal.comm.launch_environment import whole
 from shoal.comm.mesh import Mesh, Path
 from shoal.errors import ConfigError, DeviceUnavailable
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 from shoal.comm import launch
-from shoal.comm.launchers import SWITCH, choice
+from shoal.comm.launch_environment import SWITCH, choice
 from shoal.errors import DeviceUnavailable
 
 _log = logging.getLogger("shoal.comm")

@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from shoal.comm.backends.torch import TorchCollectives
 from shoal.comm.collectives import Collectives, LocalCollectives
-from shoal.comm.launchers import Launch, detect, process_group_timeout_s
+from shoal.comm.launch_environment import Launch, detect, process_group_timeout_s
 from shoal.comm.mesh import Mesh, not_started
 from shoal.errors import ConfigError, DeviceUnavailable, LaunchError, ShoalError
 

@@ -19,8 +19,8 @@ from pydantic_core import ErrorDetails
 
 from shoal.comm import consensus
 from shoal.comm.collectives import Collectives
-from shoal.config.limits import check_growth, check_override, check_values, read_checked
 from shoal.config.tree import RunConfig
+from shoal.config.yaml_limits import check_growth, check_override, check_values, read_checked
 from shoal.errors import ConfigError, ShoalError, UnknownName, unknown_name
 
 Tree = TypeVar("Tree", bound=BaseModel)

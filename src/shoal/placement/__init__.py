@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.ids import mix64, salt
-from shoal.placement.values import (
+from shoal.placement.ownership import (
     BUCKET_BITS,
     BUCKETS,
     Hosted,

@@ -54,7 +54,7 @@ def measure(mesh: Mesh, *, scale: Scale | None = None) -> Topology:
     """Measured speeds and sizes of this job's machines; a collective call.
 
     Speeds in a node and between nodes are measured where there are ranks for it, and assumed
-    otherwise. What whole steps cost besides is measured by `shoal.distributed.stepping`.
+    otherwise. What whole steps cost besides is measured by `shoal.distributed.timed_steps`.
 
     scale: of the device when left out.
 

@@ -14,7 +14,7 @@ from torch import nn
 from shoal.comm.collectives import Collectives, LocalCollectives
 from shoal.comm.consensus import as_first_rank
 from shoal.comm.launch import init
-from shoal.comm.launchers import choice
+from shoal.comm.launch_environment import choice
 from shoal.errors import ConfigError, unknown_name
 from shoal.planner.cost import dense_work
 from shoal.planner.make_plan import make_plan

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from shoal.comm.launchers import detect
+from shoal.comm.launch_environment import detect
 from shoal.errors import ConfigError, unknown_name
 
 DeviceKind = Literal["cuda", "cpu"]

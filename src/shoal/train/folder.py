@@ -17,7 +17,7 @@ from shoal import config as settings
 from shoal.checkpoint import CheckpointStore
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import claim
-from shoal.comm.launchers import Attempt
+from shoal.comm.launch_environment import Attempt
 from shoal.config import RunConfig
 from shoal.errors import CheckpointError, ConfigError
 

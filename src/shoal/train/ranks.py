@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal.comm.collectives import Collectives, LocalCollectives, WaitClock
 from shoal.comm.launch import current, init, pick_device, pin_cores
-from shoal.comm.launchers import detect
+from shoal.comm.launch_environment import detect
 from shoal.comm.mesh import Mesh
 from shoal.config import RunConfig
 from shoal.data import RankShare

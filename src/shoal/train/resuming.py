@@ -17,7 +17,7 @@ from shoal.checkpoint import CheckpointStore, LoadOptions, Manifest, load
 from shoal.checkpoint.job_state import read as read_job
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import locate
-from shoal.comm.launchers import Attempt
+from shoal.comm.launch_environment import Attempt
 from shoal.config import RunConfig, from_mapping, to_yaml
 from shoal.config.tree import WarmStartSettings
 from shoal.errors import CheckpointError, ConfigError

@@ -17,7 +17,7 @@ from shoal import report
 from shoal.checkpoint.loading import load
 from shoal.checkpoint.table_match import LoadOptions
 from shoal.comm.launch import early_control
-from shoal.comm.launchers import attempt
+from shoal.comm.launch_environment import attempt
 from shoal.config import RunConfig, as_first_rank, require_same
 from shoal.config.build import AnyModel, RunData, build_parts, open_data
 from shoal.config.tree import LogisticSettings

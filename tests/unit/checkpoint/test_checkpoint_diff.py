@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.checkpoint import diff, tools
+from shoal.checkpoint import diff, maintenance
 from shoal.checkpoint.row_files import RowLayout
 from shoal.checkpoint.storage import Storage
 from support.saved_rows import HandTable, rows_of, save_by_hand
@@ -22,7 +22,7 @@ def table(name: str, ids: range, layout: RowLayout = LAYOUT) -> HandTable:
 
 @pytest.mark.parametrize("piece_bytes", [8 << 20, 300])
 def test_rows_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int):
-    monkeypatch.setattr(tools, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(maintenance, "_PIECE_BYTES", piece_bytes)
     a, b = table("t", range(100)), table("t", range(10, 120))
     rows = b.rows
     at = {int(id): k for k, id in enumerate(rows.ids)}

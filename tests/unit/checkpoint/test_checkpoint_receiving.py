@@ -20,7 +20,7 @@ from shoal.checkpoint.formats import (
 from shoal.checkpoint.formats.foreign import CollectedRows
 from shoal.checkpoint.job_state import Contents
 from shoal.checkpoint.loading import load
-from shoal.checkpoint.tools import verify
+from shoal.checkpoint.maintenance import verify
 from shoal.errors import CheckpointError, DataError, InputError
 from shoal.rules.admission import Admission
 from shoal.rules.optimizers import SGD, Adagrad

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from shoal.comm.launchers import (
+from shoal.comm.launch_environment import (
     Launch,
     detect,
     first_host,

@@ -9,7 +9,7 @@ import torch
 
 from shoal import config
 from shoal.comm.launch import pin_cores
-from shoal.comm.launchers import Launch
+from shoal.comm.launch_environment import Launch
 from shoal.train import ranks
 
 pytestmark = pytest.mark.skipif(

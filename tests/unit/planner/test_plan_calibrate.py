@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shoal.comm.launch import init
-from shoal.distributed import stepping
+from shoal.distributed import timed_steps
 from shoal.placement import Placement, row_wise
 from shoal.planner import Topology, Workload, calibrate, make_plan, read_topology
 from shoal.planner.topology import ASSUMED
@@ -37,7 +37,7 @@ def test_one_process(tmp_path: Path) -> None:
 def measured() -> Topology:
     torch.set_num_threads(1)
     mesh = init(device="cpu")
-    return stepping.fitted(mesh, calibrate.measure(mesh, scale=calibrate.QUICK), steps=2)
+    return timed_steps.fitted(mesh, calibrate.measure(mesh, scale=calibrate.QUICK), steps=2)
 
 
 @pytest.mark.multiproc
@@ -77,9 +77,9 @@ def test_links_are_fitted_over_all_sizes() -> None:
 
 def test_more_of_a_batch_is_predicted_to_take_longer() -> None:
     topology = Topology(nodes=1, local_size=2, device="cpu", rates=ASSUMED["cpu"])
-    load = stepping.TableLoad(name="t", rows=1000, dim=16)
+    load = timed_steps.TableLoad(name="t", rows=1000, dim=16)
     placement = Placement(2, row_wise("t", 16, 2))
-    times = [stepping.predicted(topology, [load], placement, batch) for batch in (64, 512, 4096)]
+    times = [timed_steps.predicted(topology, [load], placement, batch) for batch in (64, 512, 4096)]
     assert times == sorted(times) and times[0] > 0
 
 
@@ -90,15 +90,15 @@ def test_whole_steps_are_those_of_the_rank_with_most_slices(
     step_s, table_s, slice_s = 1e-3, 3e-5, 2e-4
 
     def timed(
-        mesh: Any, loads: Sequence[stepping.TableLoad], where: Placement, *_: Any, **__: Any
+        mesh: Any, loads: Sequence[timed_steps.TableLoad], where: Placement, *_: Any, **__: Any
     ) -> float:
         held = [rank for load in loads for one in where.of(load.name) for rank in one.ranks]
         return step_s + len(loads) * table_s + max(Counter(held).values()) * slice_s
 
-    monkeypatch.setattr(stepping, "timed_steps", timed)
-    monkeypatch.setattr(stepping, "predicted", lambda *_: 0.0)
+    monkeypatch.setattr(timed_steps, "timed_steps", timed)
+    monkeypatch.setattr(timed_steps, "predicted", lambda *_: 0.0)
     topology = Topology(nodes=1, local_size=ranks, device="cpu", rates=ASSUMED["cpu"])
     mesh: Any = SimpleNamespace(device=torch.device("cpu"))
-    found = stepping.fitted(mesh, topology).rates
+    found = timed_steps.fitted(mesh, topology).rates
     expected = pytest.approx([step_s, table_s, slice_s])
     assert [found.step_s, found.table_s, found.slice_s] == expected

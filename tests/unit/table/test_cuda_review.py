@@ -13,7 +13,7 @@ import torch
 from shoal.embedding.collection import EmbeddingCollection
 from shoal.embedding.layouts import Feature
 from shoal.errors import OutOfDeviceMemory, ShapeError
-from shoal.kernels import cache, evict, step
+from shoal.kernels import cache, lowest_rows, step
 from shoal.lookup import Output, Pool, PoolPlan, Slice
 from shoal.rules.admission import Admission
 from shoal.rules.initializers import Constant
@@ -92,10 +92,10 @@ def _versions(shard: CudaShard) -> list[int]:
 def test_rows_are_not_marked_as_free_without_their_erase(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(evict, "_SMALL", 4)
-    monkeypatch.setattr(evict, "_SHRINKS", 4)
+    monkeypatch.setattr(lowest_rows, "_SMALL", 4)
+    monkeypatch.setattr(lowest_rows, "_SHRINKS", 4)
     if DEVICE == "cpu":
-        monkeypatch.setattr(evict, "_SAMPLES", 64)
+        monkeypatch.setattr(lowest_rows, "_SAMPLES", 64)
     spec = TableSpec(name="full", segments=SEGMENTS, capacity_rows=60, on_full="lru")
     shard = CudaShard([spec], device=DEVICE)
     shard.find_or_init(groups_of((0, range(60)), device=DEVICE), ctx=StepContext()).end()

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from shoal import Expiry, Segment, TableSpec
 from shoal.ids import mix64, salt, to_signed
-from shoal.kernels import evict
-from shoal.kernels.history import pin_marks
+from shoal.kernels import lowest_rows
 from shoal.kernels.index import erase, probe
+from shoal.kernels.row_changes import pin_marks
 from shoal.kernels.rows import read_metadata
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.cuda import eviction, index
@@ -104,8 +104,8 @@ class TestLowest:
     def test_with_a_sample(
         self, device: str, seconds: int, drop: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(evict, "_SMALL", 8)
-        monkeypatch.setattr(evict, "_SAMPLES", 128)
+        monkeypatch.setattr(lowest_rows, "_SMALL", 8)
+        monkeypatch.setattr(lowest_rows, "_SAMPLES", 128)
         rows = drawn(random.Random(seconds), 300, seconds=seconds, counts=2)
         tables = make_tables([TableSize(rows=500, slots=1024, salt=SALT)], device)
         filled(tables, 0, rows)
@@ -212,8 +212,8 @@ def test_large_tables(
     device: str, rows: int, seconds: int, kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device == "cpu":
-        monkeypatch.setattr(evict, "_SMALL", 16)
-        monkeypatch.setattr(evict, "_SAMPLES", 64)
+        monkeypatch.setattr(lowest_rows, "_SMALL", 16)
+        monkeypatch.setattr(lowest_rows, "_SAMPLES", 64)
     drops, rng = (rows // 50, 1, rows // 2), np.random.default_rng(seconds)
     tables = make_tables([TableSize(rows=rows, slots=8, dim=1, salt=SALT)] * 3, device)
     expected = []

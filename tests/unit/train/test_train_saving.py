@@ -13,7 +13,7 @@ import torch
 
 from shoal import config
 from shoal.checkpoint import Contents, save
-from shoal.comm.launchers import Attempt, attempt, detect
+from shoal.comm.launch_environment import Attempt, attempt, detect
 from shoal.data import Batch
 from shoal.errors import CheckpointError, ConfigError
 from shoal.ragged import KeyedRagged

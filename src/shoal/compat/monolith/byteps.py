@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.comm.flags import read_flags
-from shoal.comm.launchers import choice, detect, open_mpi, whole
+from shoal.comm.launch_environment import choice, detect, open_mpi, whole
 from shoal.errors import ConfigError, LaunchError
 
 GPUS_PER_NIC = 2

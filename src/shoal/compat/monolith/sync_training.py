@@ -16,7 +16,7 @@ from shoal.comm import flags as backends
 from shoal.comm.collectives import Collectives
 from shoal.comm.flags import read_flags
 from shoal.comm.launch import init
-from shoal.comm.launchers import open_mpi
+from shoal.comm.launch_environment import open_mpi
 from shoal.compat.monolith.byteps import NodeEnvironment, apply_environment, node_environment
 from shoal.errors import DeviceUnavailable, ShoalError
 

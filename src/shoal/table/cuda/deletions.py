@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal import _core
-from shoal.kernels.history import LOG_WORDS, log_deleted
 from shoal.kernels.launch import retire
+from shoal.kernels.row_changes import LOG_WORDS, log_deleted
 from shoal.kernels.tables import ShardLayout
 from shoal.table import native
 from shoal.table.cuda.counters import CounterReader
 
 RECORD = np.dtype([("id", "<i8"), ("version", "<u4"), ("table", "<u4")])
-"""As `shoal.kernels.history` writes one."""
+"""As `shoal.kernels.row_changes` writes one."""
 Records = NDArray[np.void]
 
 _ROOM = 1 << 16  # records of the buffer at least

@@ -9,8 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shoal.kernels.evict import lowest_rows
-from shoal.kernels.history import (
+from shoal.kernels.launch import sent
+from shoal.kernels.lowest_rows import lowest_rows
+from shoal.kernels.row_changes import (
     JOB_SCORE,
     JOB_SECOND,
     JOB_SHIFT,
@@ -23,7 +24,6 @@ from shoal.kernels.history import (
     Scan,
     expired_rows,
 )
-from shoal.kernels.launch import sent
 from shoal.kernels.tables import ShardLayout
 from shoal.rules.expiry import Expiry
 from shoal.table.cuda.admission import SlotValues

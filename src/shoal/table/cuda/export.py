@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.kernels.history import SPAN_ROWS, SPAN_WORDS
 from shoal.kernels.launch import sent
+from shoal.kernels.row_changes import SPAN_ROWS, SPAN_WORDS
 from shoal.kernels.rows import (
     Metadata,
     read_ids,

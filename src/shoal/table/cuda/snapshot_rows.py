@@ -17,7 +17,8 @@ from torch import Tensor
 from shoal import _core
 from shoal.address import address
 from shoal.ids import salt
-from shoal.kernels.history import (
+from shoal.kernels.launch import retire, sent
+from shoal.kernels.row_changes import (
     HEAD_WORDS,
     IMAGE_CURSORS,
     IMAGE_VERSION,
@@ -27,7 +28,6 @@ from shoal.kernels.history import (
     stamp_rows,
     still_stamped,
 )
-from shoal.kernels.launch import retire, sent
 from shoal.kernels.tables import CHUNK_CAPACITY, CHUNK_VERSIONS, CHUNK_WORDS, RowForm, ShardLayout
 from shoal.placement import hash_ids, sort_key
 from shoal.table import native, rows

@@ -7,7 +7,8 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.history import (
+from shoal.kernels.launch import blocks_of, launch
+from shoal.kernels.row_changes import (
     JOB_SCORE,
     JOB_SECOND,
     JOB_TABLE,
@@ -22,7 +23,6 @@ from shoal.kernels.history import (
     scan_size,
     score_of,
 )
-from shoal.kernels.launch import blocks_of, launch
 from shoal.kernels.tables import ShardLayout
 
 _BLOCK, _WARPS = 4096, 16
