@@ -1,4 +1,4 @@
-"""Makes the message modules of `shoal.serve.protos` from its .proto files.
+"""Makes the message modules of all folders `protos` from the .proto files in them.
 
     python scripts/protos.py
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from grpc_tools import protoc
 
 ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / "src" / "shoal" / "serve" / "protos"
+SOURCES = ROOT / "src"
 CHECK = re.compile(
     r"from google\.protobuf import runtime_version as _runtime_version\n"
     r"|_runtime_version\.ValidateProtobufRuntimeVersion\(.*?\n\)\n",
@@ -25,16 +25,16 @@ CHECK = re.compile(
 
 
 def main() -> None:
-    files = sorted(FOLDER.glob("*.proto"))
+    files = sorted(SOURCES.rglob("protos/*.proto"))
     include = Path(protoc.__file__).parent / "_proto"
     # Paths under `src` become names of the descriptors' files and of the modules' imports.
     code = protoc.main(
         [
             "protoc",
-            f"-I{ROOT / 'src'}",
+            f"-I{SOURCES}",
             f"-I{include}",
-            f"--python_out={ROOT / 'src'}",
-            f"--pyi_out={ROOT / 'src'}",
+            f"--python_out={SOURCES}",
+            f"--pyi_out={SOURCES}",
             *map(str, files),
         ]
     )

@@ -98,10 +98,10 @@ class ZooKeeperServer:
 
 
 def expire(discovery: object) -> None:
-    """End the session of a `ZooKeeper` as if it had been away for too long."""
+    """End the session of a `ZooKeeper` or of `Nodes` as if it had been away for too long."""
     from kazoo.client import KazooClient
 
-    client = discovery._client  # type: ignore[attr-defined]
+    client = getattr(discovery, "nodes", discovery).client
     twin = KazooClient(
         hosts=client.hosts[0][0] + f":{client.hosts[0][1]}", client_id=client.client_id
     )

@@ -6,6 +6,7 @@ import typer
 
 from shoal.cli.bench import bench
 from shoal.cli.ckpt import ckpt
+from shoal.cli.export import export
 from shoal.cli.plan import plan
 from shoal.cli.ps import ps
 from shoal.cli.run import evaluate, predict, train
@@ -23,6 +24,7 @@ app = typer.Typer(
 app.command(name="train", no_args_is_help=True)(train)
 app.command(name="eval", no_args_is_help=True)(evaluate)
 app.command(name="predict", no_args_is_help=True)(predict)
+app.command(name="export", no_args_is_help=True)(export)
 app.command(name="ps", no_args_is_help=True)(ps)
 app.command(name="serve", no_args_is_help=True)(serve)
 app.add_typer(ckpt)

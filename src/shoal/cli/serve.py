@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from contextlib import closing
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,6 +27,11 @@ class _Role(str, Enum):
 class _ServedDType(str, Enum):
     float32 = "float32"
     float16 = "float16"
+
+
+class _Layout(str, Enum):
+    service = "service"
+    binding = "binding"
 
 
 def serve(
@@ -81,6 +87,19 @@ def serve(
     poll_s: Annotated[
         float, typer.Option(metavar="SECONDS", help="How often to look for a newer version.")
     ] = 1.0,
+    discovery: Annotated[
+        str | None,
+        option("ZOOKEEPER", "Register the server and its state there: zookeeper://HOST:PORT/BZID."),
+    ] = None,
+    layout: Annotated[
+        _Layout, typer.Option(help="Of Monolith's two, which it registers in.")
+    ] = _Layout.service,
+    replica: Annotated[
+        int, typer.Option(metavar="N", help="Number among equal servers, for --discovery.")
+    ] = 0,
+    announce: Annotated[
+        str | None, option("HOST:PORT", "Where clients reach gRPC, if not where it listens.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Serve predictions of a model over gRPC and HTTP, until SIGTERM or Ctrl-C.
@@ -98,6 +117,8 @@ def serve(
       shoal serve exported --role ps --index 0 --of 2 --grpc 127.0.0.1:8600
 
       shoal serve exported --role entry --ps 127.0.0.1:8600 --ps 127.0.0.1:8601
+
+      shoal serve exported --discovery zookeeper://127.0.0.1:2181/demo
     """
     with clean_errors(debug):
         from importlib.metadata import version as version_of
@@ -105,6 +126,7 @@ def serve(
         from shoal.comm.transport import Secret
         from shoal.errors import ConfigError
         from shoal.serve.loading import FolderSource, FollowedSource, Share
+        from shoal.serve.registration import ServedPart, register_server
         from shoal.serve.repository import Repository
         from shoal.serve.server import ModelServer, Tls
         from shoal.serve.service import Limits, Service
@@ -154,7 +176,26 @@ def serve(
             ) as server:
                 what = ", ".join(models.names)
                 print_line(out, f"{what}: gRPC {server.grpc_address}, HTTP {server.http_address}")
-                done.wait()
+                if discovery is None:
+                    done.wait()
+                    return
+                where, _, bzid = discovery.rpartition("/")
+                part = ServedPart(
+                    bzid=bzid,
+                    model=source.name.partition(":")[0],
+                    sub_graph=f"ps_{index}" if role is _Role.ps else "entry",
+                    replica=replica,
+                )
+                with closing(
+                    register_server(
+                        where,
+                        part,
+                        announce or server.grpc_address,
+                        http=server.http_address,
+                        layout=layout.value,
+                    )
+                ) as registration:
+                    registration.follow(lambda: models.ready, done)
 
 
 def _folder(run: str) -> Path:

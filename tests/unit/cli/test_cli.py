@@ -38,7 +38,7 @@ def check_golden(name: str, text: str) -> None:
     assert lines == file.read_text(encoding="utf-8")
 
 
-COMMANDS = ["", "train", "eval", "predict", "bench comm", "ckpt", "ps", "serve"]
+COMMANDS = ["", "train", "eval", "predict", "bench comm", "ckpt", "export", "ps", "serve"]
 CKPT = ("inspect", "verify", "diff", "compact", "export", "import")
 COMMANDS += [f"ckpt {name}" for name in CKPT]
 PLAN = ("make", "simulate", "diff", "calibrate", "profile-data")

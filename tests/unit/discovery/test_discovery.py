@@ -21,6 +21,7 @@ from shoal.discovery import (
     open_discovery,
     wait_for,
 )
+from shoal.discovery.nodes import Nodes
 from shoal.errors import ConfigError, ServerLost
 from support.zookeeper import ZooKeeperServer, require_zookeeper
 
@@ -342,15 +343,15 @@ def test_a_session_that_expires_registers_again(server: ZooKeeperServer, tmp_pat
     try:
         assert one.register("ps", 0, "h:1")
         other.watch("ps", seen)
-        session = one._client.client_id[0]
+        session = one.nodes.client.client_id[0]
         expire(one)
         until = time.monotonic() + 60
-        while one._client.client_id is None or one._client.client_id[0] in (0, session):
+        while one.nodes.client.client_id is None or one.nodes.client.client_id[0] in (0, session):
             assert time.monotonic() < until
             time.sleep(0.05)
         seen.until({0: "h:1"})
         until = time.monotonic() + 60
-        while other._asked("get", "/expiring/ps.0")[1].ephemeralOwner == session:
+        while other.nodes.asked("get", "/expiring/ps.0")[1].ephemeralOwner == session:
             assert time.monotonic() < until
     finally:
         one.close()
@@ -377,32 +378,32 @@ class Lost:
 
 
 def test_a_session_lost_while_a_node_is_read_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.discovery.zookeeper._AGAIN_S", 0.01)
+    monkeypatch.setattr("shoal.discovery.nodes._AGAIN_S", 0.01)
     import kazoo.exceptions as kazoo
 
-    one: Any = object.__new__(ZooKeeper)
-    one._client, one._hosts, one._path, one._lock = Lost(), "h:1", "/a", threading.RLock()
+    one: Any = object.__new__(Nodes)
+    one.client, one.hosts, one._lock = Lost(), "h:1", threading.RLock()
     one._woken, one._closing = threading.Event(), threading.Event()
-    one._errors, one._missing = (kazoo.KazooException,), kazoo.NoNodeError
+    one.errors, one.missing = (kazoo.KazooException,), kazoo.NoNodeError
     one._exists, one._expired = kazoo.NodeExistsError, kazoo.SessionExpiredError
-    one._own, one._watching = {("ps", 0): "h:1"}, []
+    one._held, one._looks = {"/a/ps.0": b"h:1"}, []
 
     def asked(method: str, *_: object, **__: object) -> object:
         if method == "create":
             raise kazoo.NodeExistsError
-        one._client.reads += 1
-        if one._client.reads == 3:
+        one.client.reads += 1
+        if one.client.reads == 3:
             raise KeyError("what nobody expects")
-        if one._client.reads > 5:
+        if one.client.reads > 5:
             one._closing.set()
         return b"h:1", None
 
-    one._asked = asked
+    one.asked = asked
     with pytest.raises(kazoo.SessionExpiredError):
-        one._written(("ps", 0), "h:1", replace=False)
+        one._written("/a/ps.0", b"h:1", replace=False)
     one._woken.set()
     thread = threading.Thread(target=one._follow, daemon=True)
     thread.start()
     thread.join(60)
     assert not thread.is_alive()
-    assert one._client.reads > 5
+    assert one.client.reads > 5

@@ -10,11 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from shoal.compat.monolith.native_training.model_export.export_context import (
+    get_current_export_ctx,
+    is_exporting,
+    is_exporting_standalone,
+)
 from shoal.compat.monolith.native_training.multi_type_hash_table import (
     BaseMultiTypeHashTable,
     MultiTypeHashTable,
@@ -29,6 +34,11 @@ from shoal.compat.monolith.native_training.parsers import (
     ParserCtx,
     ShardingSparseFidsOpParams,
     offsets_of,
+)
+from shoal.compat.monolith.native_training.sync_clients import (
+    BoundClients,
+    BoundTable,
+    SyncClient,
 )
 from shoal.embedding.combiners import COMBINERS, Combiner
 from shoal.errors import ConfigError, InputError
@@ -65,6 +75,15 @@ def _over_servers(
     """Rows of a shard of this process where there are no servers."""
     if num_ps == 0:
         return make_shard(specs)
+    half: Literal["float16"] | None = "float16" if transfer_float16 else None
+    addresses = _addresses(num_ps, factory, config)
+    rows: RowsById = connect(addresses, specs, wire=Wire(half, half), **options).shard
+    return rows
+
+
+def _addresses(
+    num_ps: int, factory: Callable[[int, Config], str] | None, config: Config
+) -> list[str]:
     if factory is None:
         raise ConfigError(
             f"factory of tables on {num_ps} servers",
@@ -72,10 +91,7 @@ def _over_servers(
             allowed="(index of a server, config) -> its address",
             remedy="Pass lambda idx, _: addresses[idx].",
         )
-    half: Literal["float16"] | None = "float16" if transfer_float16 else None
-    addresses = [factory(idx, config) for idx in range(num_ps)]
-    rows: RowsById = connect(addresses, specs, wire=Wire(half, half), **options).shard
-    return rows
+    return [factory(idx, config) for idx in range(num_ps)]
 
 
 class DistributedHashTable:
@@ -85,6 +101,7 @@ class DistributedHashTable:
         ps_num: servers; 0 keeps the rows in this process.
         config: the table.
         hash_table_factory: (index of a server, config) -> its address; None for 0 servers.
+        sync_client: gets ids that gradients change; or one for each server of serving.
         options: of `shoal.ps.client.Servers`.
     """
 
@@ -93,10 +110,13 @@ class DistributedHashTable:
         ps_num: int,
         config: TableSpec,
         hash_table_factory: Callable[[int, TableSpec], str] | None = None,
+        sync_client: SyncClient | Sequence[SyncClient | None] | None = None,
         **options: Any,
     ) -> None:
         rows = _over_servers(ps_num, (config,), hash_table_factory, config, False, options)
         self.table = Table(config, shard=rows)
+        bound = BoundTable(config.dim, self.table.find)
+        self._synced = BoundClients(sync_client, {config.name: bound})
 
     @property
     def dim_size(self) -> int:
@@ -128,6 +148,7 @@ class DistributedHashTable:
         """
         seconds = event_seconds(req_time)
         self.table.apply(ids, grads, global_step=int(global_step), event_time_s=seconds)
+        self._synced.touch(self.table.spec.name, ids)
         return self
 
     def close(self) -> None:
@@ -144,9 +165,12 @@ class DistributedMultiTypeHashTable(BaseMultiTypeHashTable):
         table_factory: (index of a server, slot_to_config) -> its address; None for 0 servers.
             The server has the tables `table_specs(slot_to_config)`.
         transfer_float16: rows and gradients travel as float16; tables keep their own precision.
-        max_rpc_deadline_millis: Monolith's deadline of lookups of exported models; not read. How
-            long calls wait for servers is `patience` of the options.
+        max_rpc_deadline_millis: of lookups of exported models. How long other calls wait for
+            servers is `patience` of the options.
         options: of `shoal.ps.client.Servers`.
+
+    In `enter_export_mode` there are no parameter servers: STANDALONE keeps rows in this process,
+    DISTRIBUTED reads them from served parts, whose gRPC addresses the factory returns.
     """
 
     def __init__(
@@ -159,9 +183,19 @@ class DistributedMultiTypeHashTable(BaseMultiTypeHashTable):
         **options: Any,
     ) -> None:
         specs = table_specs(slot_to_config)
-        rows = _over_servers(
-            num_ps, specs, table_factory, slot_to_config, transfer_float16, options
-        )
+        context = get_current_export_ctx()
+        rows: RowsById
+        if context is None or not is_exporting():
+            rows = _over_servers(
+                num_ps, specs, table_factory, slot_to_config, transfer_float16, options
+            )
+        elif is_exporting_standalone() or not num_ps:
+            rows = make_shard(specs)
+        else:
+            addresses = _addresses(num_ps, table_factory, slot_to_config)
+            from shoal.compat.monolith.native_training.model_export.served_rows import ServedRows
+
+            rows = cast(RowsById, ServedRows(context, specs, addresses, max_rpc_deadline_millis))
         super().__init__(rows, {slot: slot for slot in slot_to_config})
 
 
@@ -355,6 +389,14 @@ class PartitionedHashTable:
             ]
         self._tables.update("apply_ids", updates, global_step=global_step, req_time=req_time)
         return self
+
+    def bind_sync(
+        self,
+        sync_clients: SyncClient | Sequence[SyncClient | None] | None,
+        shared_name: str | None = None,
+    ) -> None:
+        """As of `BaseMultiTypeHashTable`."""
+        self._tables.bind_sync(sync_clients, shared_name)
 
     def close(self) -> None:
         """Disconnect from the servers. May be called twice."""

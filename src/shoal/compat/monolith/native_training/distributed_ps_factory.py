@@ -19,6 +19,7 @@ from shoal.compat.monolith.native_training.multi_type_hash_table import (
     MultiTypeHashTable,
 )
 from shoal.compat.monolith.native_training.parsers import ParserCtx
+from shoal.compat.monolith.native_training.sync_clients import SyncClient
 from shoal.errors import ConfigError
 from shoal.exchange.all_to_all import AllToAllExchange
 from shoal.exchange.rows_by_id import RowsOverRanks
@@ -29,14 +30,18 @@ from shoal.table.shard import RowsById
 from shoal.table.spec import TableSpec
 
 Nones = Sequence[None] | None
-"""Monolith's filters and sync clients, one a server: none."""
+"""Monolith's filters, one a server: none."""
+SyncClients = Sequence[SyncClient | None] | None
+"""One a server of serving."""
+MULTI_TABLE = "native_multi_hash_table"
+"""Under which tables that are pushed together are known to servers."""
 
 
 def create_multi_type_hash_table(
     num_ps: int,
     slot_to_config: Mapping[str, TableSpec],
     hash_filters: Nones = None,
-    sync_clients: Nones = None,
+    sync_clients: SyncClients = None,
     reduce_network_packets: bool = False,
     max_rpc_deadline_millis: int = 30,
     *,
@@ -48,44 +53,47 @@ def create_multi_type_hash_table(
     Args:
         num_ps, slot_to_config, max_rpc_deadline_millis, table_factory, options: as of
             `DistributedMultiTypeHashTable`.
-        hash_filters, sync_clients: None, or a list of None.
+        hash_filters: None, or a list of None.
+        sync_clients: get ids that gradients change, by their remainder.
         reduce_network_packets: not read: a call asks each server once in any case.
 
     Raises:
-        ConfigError: a filter or a sync client, or servers without a `table_factory`.
+        ConfigError: a filter, or servers without a `table_factory`.
     """
     tables = partial(
         create_native_multi_hash_table,
         num_ps,
         hash_filters=hash_filters,
-        sync_clients=sync_clients,
         max_rpc_deadline_millis=max_rpc_deadline_millis,
         table_factory=table_factory,
         **options,
     )
-    return MergedMultiTypeHashTable(slot_to_config, tables)
+    merged = MergedMultiTypeHashTable(slot_to_config, tables)
+    merged.bind_sync(sync_clients)
+    return merged
 
 
 def create_native_multi_hash_table(
     num_ps: int,
     slot_to_config: Mapping[str, TableSpec],
     hash_filters: Nones = None,
-    sync_clients: Nones = None,
+    sync_clients: SyncClients = None,
     max_rpc_deadline_millis: int = 30,
     *,
     table_factory: TableFactory | None = None,
     **options: Any,
 ) -> DistributedMultiTypeHashTable:
-    """`create_multi_type_hash_table` with a table for each slot."""
+    """`create_multi_type_hash_table` with a table for each slot, which clients push together."""
     _refuse("hash_filters", hash_filters, "Give the config an admission.")
-    _refuse("sync_clients", sync_clients, "Leave them out.")
-    return DistributedMultiTypeHashTable(
+    tables = DistributedMultiTypeHashTable(
         num_ps,
         slot_to_config,
         table_factory,
         max_rpc_deadline_millis=max_rpc_deadline_millis,
         **options,
     )
+    tables.bind_sync(sync_clients, MULTI_TABLE)
+    return tables
 
 
 def create_in_worker_multi_type_hash_table(
@@ -135,7 +143,7 @@ def create_partitioned_hash_table(
     use_native_multi_hash_table: bool,
     max_rpc_deadline_millis: int = 30,
     hash_filters: Nones = None,
-    sync_clients: Nones = None,
+    sync_clients: SyncClients = None,
     *,
     parser_ctx: ParserCtx,
     table_factory: TableFactory | None = None,
@@ -143,8 +151,7 @@ def create_partitioned_hash_table(
 ) -> PartitionedHashTable:
     """A `PartitionedHashTable`; arguments as of it and of `create_multi_type_hash_table`."""
     _refuse("hash_filters", hash_filters, "Give the config an admission.")
-    _refuse("sync_clients", sync_clients, "Leave them out.")
-    return PartitionedHashTable(
+    tables = PartitionedHashTable(
         num_ps,
         table_factory,
         use_native_multi_hash_table,
@@ -152,6 +159,8 @@ def create_partitioned_hash_table(
         parser_ctx=parser_ctx,
         **options,
     )
+    tables.bind_sync(sync_clients, MULTI_TABLE if use_native_multi_hash_table else None)
+    return tables
 
 
 def _over_ranks(shard_num: int, specs: tuple[TableSpec, ...]) -> RowsById:

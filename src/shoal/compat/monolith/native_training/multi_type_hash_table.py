@@ -5,11 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from shoal.compat.monolith.native_training.sync_clients import (
+    BoundClients,
+    BoundTable,
+    SyncClient,
+)
 from shoal.errors import unknown_name
 from shoal.ps.client import RowsOverServers
 from shoal.table import checks
@@ -71,6 +77,31 @@ class BaseMultiTypeHashTable:
         names = [spec.name for spec in rows.specs]
         self.rows = rows
         self._numbers = {slot: names.index(table) for slot, table in table_of.items()}
+        self._tables = dict(table_of)
+        self._synced = BoundClients(None, {})
+
+    def bind_sync(
+        self,
+        sync_clients: SyncClient | Sequence[SyncClient | None] | None,
+        shared_name: str | None = None,
+    ) -> None:
+        """Report ids that gradients or `reinitialize` change to parameter sync clients.
+
+        Args:
+            sync_clients: one, or one for each server of serving.
+            shared_name: push all tables together, under this name.
+        """
+        slots = {table: slot for slot, table in sorted(self._tables.items())}
+        tables = {
+            spec.name: BoundTable(spec.dim, partial(self._found, slots[spec.name]))
+            for spec in self.rows.specs
+            if spec.name in slots
+        }
+        self._synced = BoundClients(sync_clients, tables, shared_name)
+
+    def _found(self, slot: str, ids: Tensor) -> Pair:
+        found = self.rows.find(self._groups([(slot, ids)]))
+        return found.weights[0], found.found_N
 
     def lookup(self, slot_to_id: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Rows [n, D] of ids int64 [n], by slot; zeros where there is no row. Never inserts.
@@ -115,7 +146,9 @@ class BaseMultiTypeHashTable:
         if slot not in self._numbers:
             return self, torch.full_like(ids, -1, dtype=torch.int32)
         ctx = StepContext(event_time_s=event_seconds(req_time))
-        return self, self.rows.reinitialize(self._groups([(slot, ids)]), ctx=ctx)
+        status = self.rows.reinitialize(self._groups([(slot, ids)]), ctx=ctx)
+        self._synced.touch(self._tables[slot], ids)
+        return self, status
 
     def get_table_dim_sizes(self) -> list[int]:
         """Row width of each table, in sorted order of their names."""
@@ -142,6 +175,9 @@ class BaseMultiTypeHashTable:
         values = [rows.to(self.rows.device) for *_, rows in parts]
         ctx = StepContext(global_step=int(global_step), event_time_s=event_seconds(req_time))
         getattr(self.rows, method)(groups, values, ctx=ctx)
+        if method == "apply_ids":
+            for slot, ids, _ in parts:
+                self._synced.touch(self._tables[slot], ids)
         return self
 
     def _groups(self, parts: Sequence[tuple[str, Tensor]]) -> IdGroups:

@@ -1,0 +1,1 @@
+"""Discovery of servers of models under the names of Monolith's `agent_service`."""

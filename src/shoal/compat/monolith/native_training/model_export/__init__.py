@@ -1,0 +1,1 @@
+"""Monolith's export modes."""

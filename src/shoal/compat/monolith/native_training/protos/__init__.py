@@ -1,0 +1,1 @@
+"""Messages on the wire; the *_pb2 modules are generated from the .proto files next to them."""
