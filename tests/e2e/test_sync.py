@@ -65,9 +65,8 @@ def test_a_replica_ends_with_the_rows_of_the_run(ranks: int, tmp_path: Path) -> 
 @pytest.mark.slow
 def test_parameter_servers_publish_their_rows(tmp_path: Path) -> None:
     ports, port = [free_port(), free_port()], free_port()
-    file = tmp_path / "run.yaml"
-    publish = {**CONFIG["publish"], "address": f"tcp://127.0.0.1:{port}"}
-    file.write_text(yaml.safe_dump({**CONFIG, "publish": publish}))
+    publish = {"address": f"tcp://127.0.0.1:{port}", "every_s": 0.05, "linger_s": 60.0}
+    file = small_run(tmp_path, examples=20_000, publish=publish)
     addresses = [f"tcp://127.0.0.1:{one}" for one in ports]
 
     def start(*arguments: str) -> subprocess.Popen[str]:

@@ -119,7 +119,7 @@ def ps(
             print_line(out, f"server {own} of {count} at {server.address}")
             publisher = None
             if (publish := run.publish) is not None:
-                hosted = HostedTables(parts.tables, rows.shard, spread_over(parts.tables, count))
+                hosted = HostedTables(tables, rows.shard, spread_over(tables, count))
                 publisher = saves.enter_context(
                     Publisher(
                         hosted, rank=own, every_s=publish.every_s, keep_bytes=publish.keep_bytes

@@ -51,7 +51,8 @@ class PooledRows:
 
     def __call__(self, batch: KeyedRagged) -> dict[str, Tensor]:
         """Model inputs [B, ...] by name."""
-        return self._compiled.inputs(self._exchange.read(self._requests.of(batch)))
+        request = self._requests.of(batch)
+        return self._compiled.inputs(self._exchange.read(request), request.ordered)
 
 
 def of_shard(shard: Shard) -> Exchange:

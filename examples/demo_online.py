@@ -1,0 +1,334 @@
+"""The demo of online learning: a model that follows its trainer against one that is loaded daily.
+
+Flights of November come in the order of their departures, a day in some seconds. A trainer learns
+from each once it has landed, and publishes what changed. Two replicas follow it; a third server
+loads the trainer's newest checkpoint once a day, as a daily export would be. A client asks both for
+each flight when it departs. `make demo-online` prints the AUC of both, an interval of their
+difference, and how fresh the replicas were, and writes one HTML page:
+
+    python examples/demo_online.py [--out FOLDER] [--days N] [--day-s SECONDS]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import yaml
+
+from shoal.data import flights
+from shoal.metrics import auc
+from shoal.report import Chart, Series, chart_html, page
+from shoal.serve.client import ReplicaSet
+
+SHOAL = (sys.executable, "-m", "shoal.cli")
+CONFIG = "examples/flights.yaml"
+DAY_S = 86_400
+LANDED_S = 8 * 3600  # after its departure a flight's outcome is known
+MODEL = "flights"
+NAMES = ("live", "daily")
+BOOTSTRAPS = 500
+
+
+@dataclass
+class Stream:
+    """Flights of the days, in order of departure."""
+
+    inputs: dict[str, np.ndarray]
+    labels: np.ndarray
+    times_s: np.ndarray
+
+    @classmethod
+    def of_november(cls, days: int) -> Stream:
+        """The first days of November."""
+        whole = flights.load().examples
+        times = whole.times()
+        kept = torch.nonzero(
+            (times >= flights.SPLIT_S) & (times < flights.SPLIT_S + days * DAY_S)
+        ).flatten()
+        batch = whole.take(kept)
+        inputs: dict[str, np.ndarray] = {}
+        for one in flights.RECIPE.ids:
+            ragged = batch.ids[one.name]
+            ids, lengths = ragged.values.numpy(), ragged.lengths.numpy()
+            if not one.is_list:
+                inputs[one.name] = ids
+                continue
+            longest = max(1, int(lengths.max(initial=0)))
+            padded = np.zeros((len(lengths), longest), dtype=np.int64)
+            padded[np.arange(longest) < lengths[:, None]] = ids
+            inputs[one.name], inputs[f"{one.name}_lengths"] = padded, lengths.astype(np.int64)
+        assert batch.dense is not None
+        inputs["dense"] = batch.dense.numpy()
+        return cls(inputs, batch.labels.numpy(), times[kept].numpy())
+
+    def write(self, path: Path) -> None:
+        """A Parquet file that trains the same examples."""
+        columns: dict[str, pa.Array] = {}
+        for one in flights.RECIPE.ids:
+            ids = self.inputs[one.name]
+            if one.is_list:
+                lengths = self.inputs[f"{one.name}_lengths"]
+                used = ids[np.arange(ids.shape[1]) < lengths[:, None]]
+                offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+                columns[one.name] = pa.ListArray.from_arrays(offsets, pa.array(used))
+            else:
+                columns[one.name] = pa.array(ids)
+        for number, name in enumerate(flights.DENSE):
+            columns[name] = pa.array(self.inputs["dense"][:, number])
+        columns |= {"late": pa.array(self.labels), "departure": pa.array(self.times_s)}
+        pq.write_table(pa.table(columns), path)
+
+    def source(self, path: Path) -> dict[str, object]:
+        """The settings of `data.source` for the file."""
+        ids = {one.name: {"is_list": True} if one.is_list else {} for one in flights.RECIPE.ids}
+        return {
+            "kind": "parquet", "paths": [str(path)], "eval_paths": [str(path)], "ids": ids,
+            "dense": list(flights.DENSE), "label": "late", "time": "departure",
+        }  # fmt: skip
+
+
+@dataclass
+class Seen:
+    """What the client saw."""
+
+    first: int  # flight; those before it came while servers started
+    scores: dict[str, list[np.ndarray]] = field(default_factory=lambda: {n: [] for n in NAMES})
+    asked_ms: list[float] = field(default_factory=list)
+    staleness_s: list[float] = field(default_factory=list)
+
+
+class Demo:
+    """Processes that end with it."""
+
+    def __init__(self, out: Path, days: int, day_s: float) -> None:
+        self._out, self._days, self._speed = out, days, DAY_S / day_s
+        self._day_s = day_s
+        self._running: list[subprocess.Popen[bytes]] = []
+
+    def start(self, *command: str) -> subprocess.Popen[bytes]:
+        """Start a command of shoal, with its output in the folder."""
+        log = (self._out / f"{len(self._running)}-{command[0]}.log").open("wb")
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            (*SHOAL, *command), stdout=log, stderr=subprocess.STDOUT, env=environment
+        )
+        self._running.append(process)
+        return process
+
+    def run(self) -> int:
+        """The whole demo."""
+        print("training on January to October ...", flush=True)
+        base = self._out / "base"
+        shared = ("data.epochs=1", "baselines=[]", f"output.dir={base}")
+        if self.start("train", CONFIG, *shared).wait():
+            raise SystemExit(f"demo: training failed; see {self._out}")
+        (base,) = (config.parent for config in base.glob("*/config.yaml"))
+        stream = Stream.of_november(self._days)
+        publisher, ports = f"tcp://127.0.0.1:{_free_port()}", [_free_port() for _ in range(6)]
+        grpc = [f"127.0.0.1:{port}" for port in ports[:3]]
+        http = [f"127.0.0.1:{port}" for port in ports[3:]]
+        online = self._online(stream, base, publisher)
+        for number in range(2):
+            self._serve(online, grpc[number], http[number], "--follow", publisher)
+        _wait_for(http[:2], "/v2/health/live")
+        began_s = time.time() + 15
+        trainer = self.start("train", online, f"data.pace.clock_s={began_s}")
+        self._serve(str(_folder(self._out / "online", trainer)), grpc[2], http[2])
+        _wait_for(
+            http, "/v2/health/ready"
+        )  # the daily one's first model is the trainer's first save
+        print(f"{len(stream.labels):,} flights of {self._days} days, {self._day_s:g} s a day")
+        with ReplicaSet(grpc[:2]) as live, ReplicaSet(grpc[2:]) as daily:
+            seen = self._ask(stream, {"live": live, "daily": daily}, http[0], began_s)
+        return self._report(stream, seen)
+
+    def _serve(self, run: str, grpc: str, http: str, *more: str) -> None:
+        self.start("serve", run, "--grpc", grpc, "--http", http, "--name", MODEL, *more)
+
+    def _online(self, stream: Stream, base: Path, publisher: str) -> str:
+        """The config of the run that follows the flights: that of the base, changed."""
+        file = self._out / "november.parquet"
+        stream.write(file)
+        since = datetime.fromtimestamp(stream.times_s[0] - LANDED_S, timezone.utc)
+        settings: dict[str, Any] = yaml.safe_load(Path(CONFIG).read_text())
+        settings |= {
+            "output": {"dir": str(self._out / "online")},
+            "data": {
+                "source": stream.source(file),
+                "batch_size": 32,
+                "pace": {"speed": self._speed, "since": since.isoformat()},
+            },
+            "baselines": [],
+            "eval": {"max_examples": 512},
+            "publish": {"address": publisher, "dense_every_s": 1},
+            "checkpoint": {"every_s": self._day_s, "warm_start": str(base)},
+        }
+        table = settings["tables"]["default"]
+        table["optimizer"]["lr"] = 0.02
+        table["bias"]["optimizer"]["lr"] = 0.01
+        settings["dense_optimizer"]["lr"] = 0.0002
+        path = self._out / "online.yaml"
+        path.write_text(yaml.safe_dump(settings))
+        return str(path)
+
+    def _ask(
+        self, stream: Stream, sets: Mapping[str, ReplicaSet], status: str, began_s: float
+    ) -> Seen:
+        due_s = began_s + (stream.times_s - stream.times_s[0]) / self._speed
+        at, total = int(np.searchsorted(due_s, time.time())), len(stream.labels)
+        seen, printed_s = Seen(first=at), 0.0
+        while at < total:
+            time.sleep(max(0.0, due_s[at] - time.time()))
+            until = max(at + 1, int(np.searchsorted(due_s, time.time(), side="right")))
+            inputs = {name: values[at:until] for name, values in stream.inputs.items()}
+            for name, replicas in sets.items():
+                asked_s = time.monotonic()
+                found = replicas.predict(MODEL, inputs, timeout_s=10.0)["prediction"]
+                seen.scores[name].append(found)
+                seen.asked_ms.append(1000 * (time.monotonic() - asked_s))
+            staleness_s = _staleness_s(status)
+            if staleness_s is not None:
+                seen.staleness_s.append(staleness_s)
+            at = until
+            if time.time() > printed_s + 5:
+                printed_s = time.time()
+                day = (stream.times_s[at - 1] - stream.times_s[0]) / DAY_S
+                print(f"  day {day:4.1f} of {self._days}", flush=True)
+        return seen
+
+    def _report(self, stream: Stream, seen: Seen) -> int:
+        labels = torch.from_numpy(stream.labels[seen.first :])
+        scores = {n: torch.from_numpy(np.concatenate(seen.scores[n])) for n in NAMES}
+        whole = {name: auc(scores[name], labels) for name in NAMES}
+        low, high = _interval(scores, labels)
+        fresh = np.quantile(seen.staleness_s, (0.5, 0.99))
+        day = torch.from_numpy((stream.times_s - stream.times_s[0]) // DAY_S)[seen.first :]
+        days = day.unique().tolist()
+        daily = {n: [auc(scores[n][day == d], labels[day == d]) for d in days] for n in NAMES}
+        facts = {
+            "AUC, live": f"{whole['live']:.4f}",
+            "AUC, loaded daily": f"{whole['daily']:.4f}",
+            "difference, 95 % interval": f"{low:+.4f} to {high:+.4f}",
+            "age of live rows, median and p99": f"{fresh[0]:.2f} s, {fresh[1]:.2f} s",
+            "reply, median": f"{np.median(seen.asked_ms):.1f} ms",
+            "flights": f"{len(labels):,}",
+        }
+        for name, value in facts.items():
+            print(f"{name:34} {value}")
+        axis = tuple(float(d + 1) for d in days)
+        by_day = Chart(
+            title="AUC of each day", x_label="day of November", y_label="AUC",
+            series=tuple(Series(name=n, x=axis, y=tuple(daily[n])) for n in NAMES),
+        )  # fmt: skip
+        counts, edges = np.histogram(seen.staleness_s, bins=40)
+        middle = tuple((edges[:-1] + edges[1:]) / 2)
+        ages = Chart(
+            title="How old live rows were", x_label="seconds", y_label="samples",
+            series=(Series(name="samples", x=middle, y=tuple(map(float, counts))),),
+            y_from_zero=True,
+        )  # fmt: skip
+        charts = "".join(f"<section>{chart_html(chart)}</section>" for chart in (by_day, ages))
+        file = self._out / "online.html"
+        told = "Live replicas against a model that is loaded once a day"
+        file.write_text(page("Flights, online", told, facts, f'<div class="grid">{charts}</div>'))
+        print(f"page: {file}")
+        return 0
+
+    def end(self) -> None:
+        """End all processes that still run."""
+        for process in self._running:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        for process in self._running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            process.kill()
+
+
+def _interval(scores: Mapping[str, torch.Tensor], labels: torch.Tensor) -> tuple[float, float]:
+    """95 % bootstrap interval of the live AUC less the daily one, over flights."""
+    generator = torch.Generator().manual_seed(2013)
+    found = []
+    for _ in range(BOOTSTRAPS):
+        rows = torch.randint(len(labels), (len(labels),), generator=generator)
+        one, other = (auc(scores[name][rows], labels[rows]) for name in NAMES)
+        found.append(one - other)
+    low, high = np.quantile(found, (0.025, 0.975))
+    return float(low), float(high)
+
+
+def _staleness_s(address: str) -> float | None:
+    """Of the live model, as its server reports it."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as reply:
+        for line in reply.read().decode().splitlines():
+            if line.startswith("shoal_staleness_seconds"):
+                return float(line.split()[-1])
+    return None
+
+
+def _wait_for(addresses: Sequence[str], path: str) -> None:
+    """Wait until servers answer."""
+    left, until_s = list(addresses), time.monotonic() + 300
+    while left:
+        if time.monotonic() > until_s:
+            raise SystemExit(f"demo: no answer of {', '.join(left)}")
+        try:
+            urllib.request.urlopen(f"http://{left[0]}{path}", timeout=5).close()
+        except OSError:
+            time.sleep(0.2)
+        else:
+            left.pop(0)
+
+
+def _folder(runs: Path, trainer: subprocess.Popen[bytes]) -> Path:
+    """The run's folder, once its config is there."""
+    until_s = time.monotonic() + 120
+    while time.monotonic() < until_s and trainer.poll() is None:
+        for config in runs.glob("*/config.yaml"):
+            return config.parent
+        time.sleep(0.1)
+    raise SystemExit("demo: the trainer did not start")
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+def main() -> int:
+    """Run the demo."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/demo-online"))
+    parser.add_argument("--days", type=int, default=10)
+    parser.add_argument("--day-s", type=float, default=10.0)
+    arguments = parser.parse_args()
+    out = arguments.out / time.strftime("%Y%m%d-%H%M%S")
+    out.mkdir(parents=True)
+    demo = Demo(out, arguments.days, arguments.day_s)
+    try:
+        return demo.run()
+    finally:
+        demo.end()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
