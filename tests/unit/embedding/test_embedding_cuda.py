@@ -407,7 +407,8 @@ def test_a_step_does_not_wait(where: str) -> None:
 
 
 def test_lookups_of_one_size_that_are_replayed_equal_the_cpu() -> None:
-    """From the fourth on, runs come from a graph; memory of the first is long used by others."""
+    """From the fourth on, runs come from a graph; memory of the first is long used by others.
+    Steps are still to come on the device when the next lookup begins."""
     theirs, ours = pair(SGD(lr=0.5))
     every = [batch for batch in batches(1) for _ in range(3)]
     optimizers = [SparseOptimizer(theirs), SparseOptimizer(ours)]
@@ -417,6 +418,8 @@ def test_lookups_of_one_size_that_are_replayed_equal_the_cpu() -> None:
             batch = every[step % len(every)]
             out = owner(batch)
             (out["wide"].sum() + out["pair"].sum() + out["bias"].sum()).backward()
+            if ON_GPU:
+                torch.cuda._sleep(1 << 24)
             optimizer.step()
             optimizer.zero_grad()
         noise.append(torch.full((1 << 14,), -7, dtype=torch.int32, device=DEVICE))

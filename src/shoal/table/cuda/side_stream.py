@@ -148,6 +148,8 @@ class SideStream:
             if size.made >= _MOST_GRAPHS or free < 2 * _GRAPH_BYTES * n:
                 return None
             size.made += 1
+            # The side's memory: an earlier step that freed some may still read it on `main`.
+            self._stream.wait_stream(main)
             with torch.cuda.stream(self._stream):
                 size.pool.append(_Recorded(n, rooms, self._device))
             main.wait_stream(self._stream)
