@@ -1,4 +1,4 @@
-# The commands of the README are `make demo`, `make demo-hrm`, `make demo-ps` and `make test`; each works on a fresh clone.
+# The commands of the README are `make demo`, `make demo-hrm`, `make demo-ps`, `make demo-online` and `make test`; each works on a fresh clone.
 # Everything runs inside .venv; constraints.txt is the one place that pins what is installed.
 
 PYTHON ?= python3
@@ -9,7 +9,7 @@ CORES := $(shell nproc 2>/dev/null || echo 2)
 CORE_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.inc) CMakeLists.txt pyproject.toml
 BUILD_TOOLS := scikit-build-core nanobind cmake ninja
 
-.PHONY: setup demo demo-hrm demo-ps test test-all check test-slow test-crash test-gpu test-gpu-dist test-tfserving tsan bench format clean
+.PHONY: setup demo demo-hrm demo-ps demo-online test test-all check test-slow test-crash test-gpu test-gpu-dist test-tfserving tsan bench format clean
 
 setup: $(VENV)/.installed
 
@@ -34,6 +34,10 @@ demo-hrm: setup
 # Two parameter servers, one of which is killed midway, and two workers; SETTINGS=data.epochs=1 is shorter.
 demo-ps: setup
 	$(BIN)/python examples/demo_ps.py $(SETTINGS)
+
+# A trainer, two replicas that follow it, a server that loads a checkpoint a day, and a client.
+demo-online: setup
+	$(BIN)/python examples/demo_online.py $(SETTINGS)
 
 # A part of each subject, in less than eight minutes on two cores; `make test-all` has the rest.
 test: setup

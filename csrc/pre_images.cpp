@@ -35,14 +35,14 @@ PreImages::PreImages(std::vector<Form> forms, std::size_t budget_bytes,
   }
   const std::size_t share = budget_bytes / segments_.size();
   segment_bytes_ = (std::max(share, largest_ + sizeof(Entry)) + 63) & ~std::size_t{63};
-  thread_ = std::thread([this] { work(); });
+  thread_ = std::make_unique<std::thread>([this] { work(); });
 }
 
 PreImages::~PreImages() {
   if (process_ != static_cast<long>(getpid())) {
-    // A forked child has no such thread. What that one waits for is never ended: it would take it
-    // to stop waiting.
-    thread_.detach();
+    // A forked child has no such thread, and to detach it fails once its memory has another use.
+    // What that one waits for is never ended: it would take it to stop waiting.
+    static_cast<void>(thread_.release());
     static_cast<void>(filled_.release());
     return;
   }
@@ -51,7 +51,7 @@ PreImages::~PreImages() {
     stop_ = true;
   }
   filled_->notify_all();
-  thread_.join();
+  thread_->join();
   // The next snapshot finds them with their pages.
   for (Segment& segment : segments_) {
     if (segment.block.bytes() > 0) Buffers::instance().give_back(std::move(segment.block));

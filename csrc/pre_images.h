@@ -137,7 +137,7 @@ class PreImages {
   std::string why_;
   std::vector<Entry> order_;   // scratch of the thread
   std::vector<char> out_;
-  std::thread thread_;
+  std::unique_ptr<std::thread> thread_;
   const long process_;
   // What other threads may be doing with it is not known in a forked child: nothing more is kept.
   ForkHook hook_{this, [](void* self) noexcept {

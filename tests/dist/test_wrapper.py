@@ -251,6 +251,7 @@ def test_verbs_reach_rows_on_all_ranks(found: dict[str, list[Any]]) -> None:
         assert rank["again"] == [1]
 
 
+@pytest.mark.slow
 def test_reading_inserts_nothing(found: dict[str, list[Any]]) -> None:
     model, data = pretrained().eval(), batches(3)[0]
     want = model(data.batch(), data.tensors()[0]).tolist()

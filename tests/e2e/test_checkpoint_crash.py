@@ -252,7 +252,7 @@ def saved_by_two(root: str, doomed: int, stage: str, when: str) -> list[str]:
         pytest.param(0, "admission counters", "before", 2, marks=pytest.mark.slow),
         pytest.param(1, "dense part", "before", 2, marks=pytest.mark.slow),
         pytest.param(0, "manifest", "before", 2, marks=pytest.mark.slow),
-        (0, "manifest", "after", 3),
+        pytest.param(0, "manifest", "after", 3, marks=pytest.mark.slow),
         # All that it had to write is durable by then.
         pytest.param(1, "manifest", "before", 3, marks=pytest.mark.slow),
     ],

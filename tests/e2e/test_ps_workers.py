@@ -73,6 +73,7 @@ def trained(
     return runs.run(run, console=Console(quiet=True))
 
 
+@pytest.mark.slow
 def test_a_run_that_continues_brings_what_it_has_trained(
     tmp_path: Path, addresses: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

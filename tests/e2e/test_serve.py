@@ -25,7 +25,7 @@ from shoal import train
 from shoal.config.build import open_data
 from shoal.errors import CheckpointError, ConfigError, ServerLost
 from shoal.serve.client import ReplicaSet
-from shoal.serve.loading import FolderSource, Share
+from shoal.serve.loading import FolderSource, ServedShare
 from shoal.serve.protos import health_pb2 as health
 from shoal.serve.protos import tfserving_pb2 as tfs
 from shoal.serve.repository import Repository
@@ -379,7 +379,7 @@ def test_half_rows_take_less_and_predict_nearly_the_same(run: Path) -> None:
     inputs = tiny_inputs(200)
     found = {}
     for dtype in (None, "float16"):
-        source = FolderSource(run, Share(dtype=dtype))
+        source = FolderSource(run, ServedShare(dtype=dtype))
         model = source.load(source.newest() or 0)
         found[dtype] = model.run([model.read(inputs)])[0]["prediction"]
     assert not np.array_equal(found[None], found["float16"])
@@ -425,13 +425,13 @@ def test_rows_in_other_processes_give_the_same_predictions(of: int, run: Path) -
     version = whole.newest()
     assert version is not None
     model = whole.load(version)
-    shares = [FolderSource(run, Share(role="ps", index=k, of=of)) for k in range(of)]
+    shares = [FolderSource(run, ServedShare(role="ps", index=k, of=of)) for k in range(of)]
     with serving_sources(shares, http_address=None) as (server, models):
         assert models.names == tuple(f"tiny:ps_{k}" for k in range(of))
         assert sum(models.get(name)._rows.size(0) for name in models.names) > 100  # type: ignore[attr-defined]
         addresses = ((server.grpc_address,),) * of
         entry = FolderSource(
-            run, Share(role="entry", of=of, addresses=addresses, timeout_s=60.0)
+            run, ServedShare(role="entry", of=of, addresses=addresses, timeout_s=60.0)
         ).load(version)
         for seed in range(3):
             inputs = tiny_inputs(50, seed)

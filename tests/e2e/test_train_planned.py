@@ -85,6 +85,7 @@ def test_a_plan_that_fails_ends_every_rank(tmp_path: Path) -> None:
         assert "shoal plan" in text
 
 
+@pytest.mark.slow
 def test_a_topology_of_other_devices_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text("device: cpu\nnodes: 2\ndevices_per_node: 2\n")
@@ -182,6 +183,7 @@ def collective() -> tuple[str, str, list[str]]:
     return plan.to_json(), str(caught.value), names
 
 
+@pytest.mark.slow
 def test_rank_0_plans_for_all() -> None:
     first, second = run_ranks(2, collective, timeout_s=60)
     assert first[0] == second[0]

@@ -80,6 +80,7 @@ def gradients(rows: int, dim: int, step: int, dtype: torch.dtype) -> torch.Tenso
     return grad + 0.05 * torch.sign(grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES, ids=NAMES)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_every_width_follows_the_reference(rule: Optimizer, dtype: str) -> None:

@@ -125,7 +125,7 @@ def serve(
 
         from shoal.comm.transport import Secret
         from shoal.errors import ConfigError
-        from shoal.serve.loading import FolderSource, FollowedSource, Share
+        from shoal.serve.loading import FolderSource, FollowedSource, ServedShare
         from shoal.serve.registration import ServedPart, register_server
         from shoal.serve.repository import Repository
         from shoal.serve.server import ModelServer, Tls
@@ -147,7 +147,7 @@ def serve(
                     "--index below --of, --follow alone",
                     remedy="See shoal serve --help.",
                 )
-        share = Share(
+        share = ServedShare(
             role=role.value,
             index=index,
             of=len(shares) or of,

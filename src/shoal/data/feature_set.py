@@ -409,7 +409,7 @@ class Evaluated:
             if isinstance(part, Ragged):
                 torch.add(part.offsets_B1[1:], base, out=ends_B)
             else:
-                torch.arange(base + 1, base + size + 1, out=ends_B)
+                torch.arange(base + 1, base + size + 1, out=ends_B, device="cpu")
             base += own.numel()
         weights = [
             self.weights.get(name, torch.ones(own.numel(), device="cpu"))

@@ -225,7 +225,7 @@ def dense_example(signature: Signature, batch: int) -> tuple[Tensor | None, ...]
     generator = torch.Generator().manual_seed(batch)
     shapes = {one.name: one.shape[1:] for one in signature.dense_inputs}
     found: list[Tensor | None] = [
-        torch.randn(batch, *shape, generator=generator) for shape in shapes.values()
+        torch.randn(batch, *shape, generator=generator, device="cpu") for shape in shapes.values()
     ]
     if DENSE not in shapes:
         found.insert(0, None)

@@ -37,7 +37,7 @@ _VERSION = re.compile(r"[0-9]{1,18}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class ServedShare:
     """What of a model a process serves.
 
     Args:
@@ -84,7 +84,7 @@ class VersionSource(Protocol):
 class _RunModel:
     """What all versions of a run's model share."""
 
-    def __init__(self, config: RunConfig, share: Share) -> None:
+    def __init__(self, config: RunConfig, share: ServedShare) -> None:
         self.config, self.share = config, share
         self.ids, self.num_dense = source_inputs(config.data.source)
 
@@ -129,12 +129,12 @@ class FolderSource:
     def __init__(
         self,
         path: str | Path,
-        share: Share | None = None,
+        share: ServedShare | None = None,
         *,
         name: str | None = None,
         version: int | None = None,
     ) -> None:
-        self._path, self._share = Path(path), share or Share()
+        self._path, self._share = Path(path), share or ServedShare()
         self._version, self._given = version, name
         self._is_run = RunFolder(self._path).config.is_file()
         if self.newest() is None:
@@ -238,12 +238,12 @@ class FollowedSource:
         self,
         config: RunConfig,
         publishers: Sequence[str],
-        share: Share | None = None,
+        share: ServedShare | None = None,
         *,
         name: str | None = None,
         secret: Secret | None = None,
     ) -> None:
-        self._built = _RunModel(config, share or Share())
+        self._built = _RunModel(config, share or ServedShare())
         self.name = name or config.name
         self._parts = self._built.parts()
         self._replica = Replica(

@@ -66,4 +66,4 @@ def test_the_seeds_objective_is_the_sum() -> None:
     def work(state: object) -> float:
         return sum(c.work_O[o] for c, o in zip(problem.choices, state.chosen, strict=True))
 
-    assert work(seed) == pytest.approx(work(greedy))  # memory does not matter here
+    assert work(seed) <= work(greedy) * (1 + 1e-6)  # memory does not matter here

@@ -240,6 +240,7 @@ def read_rows(spec: TableSpec, stored: Tensor, step: int) -> Tensor:
     return torch.stack([retrieved(spec, row, step) for row in wide])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("compressed", [False, True], ids=["plain", "compressed"])
 def test_reads_give_rows_zeros_or_initial_values(device: str, dtype: str, compressed: bool) -> None:

@@ -126,6 +126,7 @@ def test_stale_gradients(rule: Optimizer, device: str) -> None:
     world.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [1, 3, 8, 33, 128, 300, 1100])
 def test_widths(dim: int, device: str) -> None:
     world = StepWorld([form_of((dim, Adam()))], [0], 12, device)

@@ -41,6 +41,7 @@ def measured() -> Topology:
     return timed_steps.fitted(mesh, calibrate.measure(mesh, scale=calibrate.QUICK), quick=True)
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_two_ranks_measure_their_links_and_whole_steps() -> None:
     found = run_ranks(2, measured, timeout_s=120)[0]
@@ -56,6 +57,7 @@ def measured_links() -> Topology:
     return calibrate.measure(init(device="cpu"), scale=calibrate.QUICK)
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_two_nodes_measure_the_link_between_them() -> None:
     first, second = run_ranks(2, measured_links, timeout_s=120, environ={"LOCAL_WORLD_SIZE": "1"})
@@ -125,6 +127,7 @@ def timed_on_one_rank() -> list[float]:
     return [rates.step_s, rates.table_s, rates.slice_s, rates.occurrence_s]
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_one_rank_measures_what_slices_of_several_cost() -> None:
     (found,) = run_ranks(1, timed_on_one_rank, timeout_s=120)

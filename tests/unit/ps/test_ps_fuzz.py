@@ -23,6 +23,7 @@ def server() -> Iterator[ServerProcess]:
     assert made.process.exitcode == 0
 
 
+@pytest.mark.slow
 def test_inputs_that_were_kept(server: ServerProcess) -> None:
     fuzzer = Fuzzer(server, 0)
     for one in corpus():
@@ -34,6 +35,7 @@ def test_inputs_that_were_kept(server: ServerProcess) -> None:
     fuzzer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_spoiled_requests(server: ServerProcess, seed: int) -> None:
     fuzzer = Fuzzer(server, seed)

@@ -26,7 +26,7 @@ from shoal.errors import CheckpointError, ConfigError
 from shoal.placement import hash_ids, ranks_of
 from shoal.serve import export as exporting
 from shoal.serve.bundle import Bundle, open_bundle, signature_of
-from shoal.serve.loading import FolderSource, Share
+from shoal.serve.loading import FolderSource, ServedShare
 from shoal.serve.model import PredictModel
 from shoal.sync.replica import serving_spec
 from shoal.table.factory import make_shard
@@ -282,10 +282,10 @@ def test_a_version_is_served(run: Path, tmp_path: Path, shards: int) -> None:
     with ExitStack() as stack:
         addresses = []
         for index in range(shards):
-            source = FolderSource(tmp_path, Share(role="ps", index=index, of=shards))
+            source = FolderSource(tmp_path, ServedShare(role="ps", index=index, of=shards))
             server, _ = stack.enter_context(serving_sources([source]))
             addresses.append((server.grpc_address,))
-        share = Share(role="entry", addresses=tuple(addresses)) if shards else Share()
+        share = ServedShare(role="entry", addresses=tuple(addresses)) if shards else ServedShare()
         source = FolderSource(tmp_path, share)
         model = source.load(int(path.name))
         own = FolderSource(run).load(int(path.name))

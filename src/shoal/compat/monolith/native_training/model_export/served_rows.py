@@ -70,7 +70,7 @@ class ServedRows:
                     signature_name=LOOKUP,
                     servers=(address,),
                 )
-                rows[own] = torch.tensor(found)
+                rows[own] = torch.tensor(found, device="cpu")
         return rows[at]
 
     def apply_ids(self, *_: object, **__: object) -> None:
