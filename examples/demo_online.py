@@ -32,6 +32,7 @@ import pyarrow.parquet as pq
 import torch
 import yaml
 
+from shoal.checkpoint import CheckpointStore
 from shoal.data import flights
 from shoal.metrics import auc
 from shoal.report import Chart, Series, chart_html, page
@@ -150,10 +151,9 @@ class Demo:
         _wait_for(http[:2], "/v2/health/live")
         began_s = time.time() + 15
         trainer = self.start("train", online, f"data.pace.clock_s={began_s}")
-        self._serve(str(_folder(self._out / "online", trainer)), grpc[2], http[2])
-        _wait_for(
-            http, "/v2/health/ready"
-        )  # the daily one's first model is the trainer's first save
+        # The daily one's first model is the trainer's first save.
+        self._serve(str(_saved_run(self._out / "online", trainer)), grpc[2], http[2])
+        _wait_for(http, "/v2/health/ready")
         print(f"{len(stream.labels):,} flights of {self._days} days, {self._day_s:g} s a day")
         with ReplicaSet(grpc[:2]) as live, ReplicaSet(grpc[2:]) as daily:
             seen = self._ask(stream, {"live": live, "daily": daily}, http[0], began_s)
@@ -297,14 +297,15 @@ def _wait_for(addresses: Sequence[str], path: str) -> None:
             left.pop(0)
 
 
-def _folder(runs: Path, trainer: subprocess.Popen[bytes]) -> Path:
-    """The run's folder, once its config is there."""
-    until_s = time.monotonic() + 120
+def _saved_run(runs: Path, trainer: subprocess.Popen[bytes]) -> Path:
+    """The run's folder, once it has a checkpoint."""
+    until_s = time.monotonic() + 300
     while time.monotonic() < until_s and trainer.poll() is None:
-        for config in runs.glob("*/config.yaml"):
-            return config.parent
-        time.sleep(0.1)
-    raise SystemExit("demo: the trainer did not start")
+        for folder in runs.glob("*/checkpoints"):
+            if CheckpointStore(folder).latest() is not None:
+                return folder.parent
+        time.sleep(0.2)
+    raise SystemExit("demo: the trainer saved nothing")
 
 
 def _free_port() -> int:
