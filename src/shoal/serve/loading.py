@@ -86,12 +86,14 @@ class _RunModel:
 
     def __init__(self, config: RunConfig, share: ServedShare) -> None:
         self.config, self.share = config, share
-        self.ids, self.num_dense = source_inputs(config.data.source)
+        self.inputs = source_inputs(config.data.source)
 
     def parts(self) -> ModelParts:
-        offered = [one.name for one in self.ids]
         return build_parts(
-            self.config, self.config.model, offered=offered, num_dense=self.num_dense
+            self.config,
+            self.config.model,
+            offered=self.inputs.features,
+            num_dense=self.inputs.num_dense,
         )
 
     def model(
@@ -102,11 +104,10 @@ class _RunModel:
         specs: Sequence[TableSpec],
         exchange: Exchange,
     ) -> PredictModel:
-        lists = [one.name for one in self.ids if one.is_list]
         return PredictModel(
             name,
             version,
-            ExampleReader(parts, lists, self.num_dense),
+            ExampleReader(parts, self.inputs.lists, self.inputs.num_dense),
             PooledRows(parts, specs, exchange),
             parts.module.eval(),
             AMP_DTYPES[self.config.amp],
