@@ -98,6 +98,19 @@ def tensor_of_tf(name: str, tensor: tfs.TensorProto) -> Array:
     return _widened(kind, values.reshape(shape))
 
 
+def reply_of_tf(name: str, tensor: tfs.TensorProto) -> Array:
+    """A TensorProto of a server that is trusted: raw content of any size is not copied.
+
+    Raises:
+        DataError: malformed, or of an unknown dtype.
+    """
+    kind = _BY_TF.get(tensor.dtype)
+    if kind is None or not tensor.tensor_content or kind.numpy.hasobject:
+        return tensor_of_tf(name, tensor)
+    shape = [dim.size for dim in tensor.tensor_shape.dim]
+    return _raw(name, kind, tensor.tensor_content, shape, math.prod(shape))
+
+
 def tensor_to_tf(array: Array, *, raw: bool = False) -> tfs.TensorProto:
     """An array as a TensorProto: typed values, as TF-Serving replies, or raw content."""
     kind = wire_type(array)
