@@ -71,6 +71,12 @@ def serve(
     ps_timeout_s: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long an entry waits for rows.")
     ] = 1.0,
+    ps_token_file: Annotated[
+        str | None, option("FILE", "The secret of the servers of rows (their --token-file).")
+    ] = None,
+    ps_root_certificate: Annotated[
+        str | None, option("FILE", "Root of the TLS of the servers of rows, PEM.")
+    ] = None,
     dtype: Annotated[
         _ServedDType | None,
         typer.Option(help="Of rows; by default as trained.", show_default=False),
@@ -147,6 +153,7 @@ def serve(
                     "--index below --of, --follow alone",
                     remedy="See shoal serve --help.",
                 )
+        ps_token = Secret.of_file(ps_token_file)
         share = ServedShare(
             role=role.value,
             index=index,
@@ -154,12 +161,16 @@ def serve(
             dtype=None if dtype is None else dtype.value,
             addresses=tuple(map(tuple, shares)),
             timeout_s=ps_timeout_s,
+            token=None if ps_token is None else ps_token.token,
+            root_certificate=ps_root_certificate,
         )
         token = Secret.of_file(token_file)
         source: VersionSource
         if follow:
             secret = Secret.of_file(follow_token_file)
-            source = FollowedSource(_config(run), follow, share, name=name, secret=secret)
+            source = FollowedSource(
+                _config(run), follow, share, name=name, secret=secret, checkpoint=_checkpoint(run)
+            )
         else:
             source = FolderSource(_folder(run), share, name=name, version=version)
         done, out = threading.Event(), console()
@@ -204,6 +215,14 @@ def _folder(run: str) -> Path:
 
     path = Path(run)
     return path if path.is_dir() else folders.find(run, ())[0].path
+
+
+def _checkpoint(run: str) -> str | None:
+    """The folder of a run's checkpoints, if it has one."""
+    from shoal.train import folder as folders
+
+    found = folders.RunFolder(Path(run))
+    return None if folders.checkpoint_of(found) is None else folders.checkpoints_of(found)
 
 
 def _config(run: str) -> RunConfig:

@@ -57,7 +57,7 @@ _OTHERS_MAY_DO = frozenset(
 )
 
 
-class _ChannelClosed(grpc.RpcError):
+class _ChannelClosed(grpc.RpcError):  # type: ignore[misc]
     """A request that was not sent, since its replica left."""
 
     def code(self) -> grpc.StatusCode:
@@ -324,6 +324,33 @@ class ReplicaSet:
         return grpc.secure_channel(address, self._credentials, options=_CHANNEL)
 
 
+def check_shares(sets: Sequence[ReplicaSet], model: str, *, timeout_s: float) -> None:
+    """Ask all of a model's shares at once for nothing.
+
+    Raises:
+        ServerLost: one does not answer.
+    """
+    with ThreadPoolExecutor(max_workers=len(sets), thread_name_prefix="shoal check") as pool:
+        calls = [
+            pool.submit(_lookup, one, f"{model}:ps_{index}", {}, timeout_s)
+            for index, one in enumerate(sets)
+        ]
+        for call in calls:
+            call.result()
+
+
+def _lookup(
+    replicas: ReplicaSet, share: str, ids: Mapping[str, Array], timeout_s: float
+) -> dict[str, Array]:
+    try:
+        return replicas.predict(share, ids, signature="lookup", timeout_s=timeout_s)
+    except ServerLost:
+        raise
+    except ShoalError as error:  # who asks for a prediction did nothing wrong
+        remedy = "See whether its servers serve that share of the same model."
+        raise ServerLost(f"rows of {share!r}", str(error), "rows", remedy) from error
+
+
 def find_in(
     sets: Sequence[ReplicaSet], model: str, specs: Sequence[TableSpec], *, timeout_s: float
 ) -> Find:
@@ -345,7 +372,7 @@ def find_in(
         for name, ids in asked:  # a table may be in several groups
             joined[name] = np.concatenate([joined[name], ids]) if name in joined else ids
         share = f"{model}:ps_{index}"
-        rows = sets[index].predict(share, joined, signature="lookup", timeout_s=timeout_s)
+        rows = _lookup(sets[index], share, joined, timeout_s)
         used = dict.fromkeys(joined, 0)
         weights = []
         for table, ids in zip(groups.tables_G.tolist(), parts, strict=True):

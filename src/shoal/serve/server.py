@@ -138,6 +138,7 @@ class ModelServer:
         config = uvicorn.Config(
             make_app(self._service, self._version),
             log_level="warning",
+            limit_concurrency=self._service.limits.most_calls,
             access_log=False,
             lifespan="off",
             ssl_certfile=None if self._tls is None else self._tls.certificate,

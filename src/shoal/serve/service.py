@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
@@ -33,6 +34,7 @@ _log = logging.getLogger(__name__)
 _BUCKETS_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _LOOKUP = "lookup"
+_MOST_MESSAGE = 4096  # gRPC sends it in a header, and headers are short
 _LARGE_BYTES = 1 << 18  # requests that are decoded in a thread, so that others are heard meanwhile
 _BYTES_AN_ELEMENT = 4  # so that a request takes not much more memory than its bytes
 _T = TypeVar("_T")
@@ -82,6 +84,18 @@ class Limits:
     requests_per_s: float | None = None
     workers: int | None = None
 
+    def __post_init__(self) -> None:
+        """Raises: ConfigError: a limit that lets nothing through."""
+        for name in ("most_bytes", "most_rows", "most_waiting", "requests_per_s", "workers"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name} of a server", value, "above 0", f"Raise {name}.")
+
+    @property
+    def most_calls(self) -> int:
+        """Calls under way on a port: those that wait, and room for health and metrics."""
+        return self.most_waiting + 1024
+
 
 def code_of(error: BaseException) -> Code:
     """The code of an error: what cannot be found, what is wrong with a request, or a fault here."""
@@ -98,7 +112,7 @@ def code_of(error: BaseException) -> Code:
 def message_of(error: BaseException) -> str:
     """What a client is shown: errors of ours as they are, of others only that there was one."""
     if isinstance(error, ShoalError):
-        return str(error)
+        return str(error)[:_MOST_MESSAGE]
     _log.error("a request failed", exc_info=error)
     return "an error of the server, which its log has"
 
@@ -144,6 +158,7 @@ class Service:
             most_waiting=self.limits.most_waiting,
             observe=self._observe,
         )
+        self._follows: set[str] = set()
         self._bucket = TokenBucket(self.limits.requests_per_s)
         self._labelled: dict[tuple[str, str, Code], tuple[Any, Any]] = {}
         self.started_s = time.time()
@@ -267,8 +282,9 @@ class Service:
             if states:
                 self._version.labels(name).set(states[-1].version)
             staleness_s = self.models.staleness_s(name)
-            if staleness_s is not None:
-                self._staleness.labels(name).set(staleness_s)
+            if staleness_s is not None or name in self._follows:
+                self._follows.add(name)
+                self._staleness.labels(name).set(math.nan if staleness_s is None else staleness_s)
 
     def totals(self) -> list[tuple[str, str, float, float]]:
         """(model, protocol, requests, seconds in all) since the start."""

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.errors import DataError, ServerLost, UnknownName
+from shoal.errors import ConfigError, DataError, ServerLost, UnknownName
 from shoal.serve.repository import Repository
-from shoal.serve.service import Code, Limits, Service
+from shoal.serve.service import Code, Limits, Service, message_of
 from shoal.serve.tfserving import TfServing
 from support.served_models import EchoModel, OneSource
 
@@ -87,3 +87,33 @@ def test_metrics_name_the_model_of_failures_and_count_who_left() -> None:
         return sorted(service._labelled)
 
     assert asked(ask) == [("echo", "p", Code.CANCELLED), ("echo", "p", Code.INVALID_ARGUMENT)]
+
+
+def test_a_staleness_that_is_not_known_is_not_the_last_one() -> None:
+    class Followed(OneSource):
+        ages = (2.5, None)
+
+        def staleness_s(self) -> float | None:
+            age, *rest = self.ages
+            self.ages = (*rest, None)
+            return age
+
+    with Repository([Followed(EchoModel())], every_s=3600) as models, Service(models) as service:
+        found = []
+        for _ in range(2):
+            service.collect()
+            found.append(
+                service.registry.get_sample_value("shoal_staleness_seconds", {"model": "echo"})
+            )
+    assert found[0] == 2.5
+    assert found[1] != found[1], "not NaN"
+
+
+@pytest.mark.parametrize("limits", [{"workers": 0}, {"requests_per_s": 0}, {"requests_per_s": -1}])
+def test_limits_that_let_nothing_through(limits: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(limits))):
+        Limits(**limits)
+
+
+def test_messages_fit_a_header() -> None:
+    assert len(message_of(DataError("x" * 100_000, 1, 2, "Do."))) <= 4096
