@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
-from contextlib import closing
+from contextlib import ExitStack
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -132,7 +133,7 @@ def serve(
         from shoal.comm.transport import Secret
         from shoal.errors import ConfigError
         from shoal.serve.loading import FolderSource, FollowedSource, ServedShare
-        from shoal.serve.registration import ServedPart, register_server
+        from shoal.serve.registration import BackgroundRegistration, ServedPart, register_server
         from shoal.serve.repository import Repository
         from shoal.serve.server import ModelServer, Tls
         from shoal.serve.service import Limits, Service
@@ -178,18 +179,22 @@ def serve(
             signal.signal(number, lambda *_: done.set())
         tls = Tls(tls_certificate, tls_key) if tls_certificate and tls_key else None
         service_limits = Limits(workers=workers, requests_per_s=requests_per_s)
-        with Repository([source], every_s=poll_s) as models:
+        with ExitStack() as stack:
+            models = Repository([source], every_s=poll_s)
+            stack.push(models)  # closed last; entered once the server shows that it loads
             service = Service(
                 models, limits=service_limits, token=None if token is None else token.token
             )
-            with ModelServer(
-                service, grpc_address=grpc, http_address=http, tls=tls, version=version_of("shoal")
-            ) as server:
-                what = ", ".join(models.names)
-                print_line(out, f"{what}: gRPC {server.grpc_address}, HTTP {server.http_address}")
-                if discovery is None:
-                    done.wait()
-                    return
+            server = stack.enter_context(
+                ModelServer(
+                    service,
+                    grpc_address=grpc,
+                    http_address=http,
+                    tls=tls,
+                    version=version_of("shoal"),
+                )
+            )
+            if discovery is not None:
                 where, _, bzid = discovery.rpartition("/")
                 part = ServedPart(
                     bzid=bzid,
@@ -197,16 +202,20 @@ def serve(
                     sub_graph=f"ps_{index}" if role is _Role.ps else "entry",
                     replica=replica,
                 )
-                with closing(
-                    register_server(
-                        where,
-                        part,
-                        announce or server.grpc_address,
-                        http=server.http_address,
-                        layout=layout.value,
-                    )
-                ) as registration:
-                    registration.follow(lambda: models.ready, done)
+                register = partial(
+                    register_server,
+                    where,
+                    part,
+                    announce or server.grpc_address,
+                    http=server.http_address,
+                    layout=layout.value,
+                )
+                registered = BackgroundRegistration(register, lambda: models.ready, done)
+                stack.enter_context(registered)
+            models.__enter__()
+            what = ", ".join(models.names)
+            print_line(out, f"{what}: gRPC {server.grpc_address}, HTTP {server.http_address}")
+            done.wait()
 
 
 def _folder(run: str) -> Path:

@@ -111,7 +111,7 @@ class Repository:
                 )
             self._entries[source.name] = _Entry(source)
         self._every_s = every_s
-        self._ending = threading.Event()
+        self._ending, self._closed = threading.Event(), False
         self._thread = threading.Thread(target=self._watch, name="shoal versions", daemon=True)
 
     def __enter__(self) -> Repository:
@@ -136,10 +136,14 @@ class Repository:
         trace: TracebackType | None,
     ) -> None:
         self._ending.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         self._close()
 
     def _close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
         for entry in self._entries.values():
             entry.source.close()
 
