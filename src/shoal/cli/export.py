@@ -64,9 +64,9 @@ def export(
         found, config = folders.find(run, ())
         checkpoint = folders.checkpoint_of(found)
         assert checkpoint is not None, "found before"
-        ids, num_dense = source_inputs(config.data.source)
-        offered = [one.name for one in ids]
-        parts = build_parts(config, config.model, offered=offered, num_dense=num_dense)
+        inputs = source_inputs(config.data.source)
+        num_dense = inputs.num_dense
+        parts = build_parts(config, config.model, offered=inputs.features, num_dense=num_dense)
         path = write(
             config,
             parts,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
-from contextlib import closing
+from contextlib import ExitStack
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -71,6 +72,12 @@ def serve(
     ps_timeout_s: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long an entry waits for rows.")
     ] = 1.0,
+    ps_token_file: Annotated[
+        str | None, option("FILE", "The secret of the servers of rows (their --token-file).")
+    ] = None,
+    ps_root_certificate: Annotated[
+        str | None, option("FILE", "Root of the TLS of the servers of rows, PEM.")
+    ] = None,
     dtype: Annotated[
         _ServedDType | None,
         typer.Option(help="Of rows; by default as trained.", show_default=False),
@@ -126,7 +133,7 @@ def serve(
         from shoal.comm.transport import Secret
         from shoal.errors import ConfigError
         from shoal.serve.loading import FolderSource, FollowedSource, ServedShare
-        from shoal.serve.registration import ServedPart, register_server
+        from shoal.serve.registration import BackgroundRegistration, ServedPart, register_server
         from shoal.serve.repository import Repository
         from shoal.serve.server import ModelServer, Tls
         from shoal.serve.service import Limits, Service
@@ -147,6 +154,7 @@ def serve(
                     "--index below --of, --follow alone",
                     remedy="See shoal serve --help.",
                 )
+        ps_token = Secret.of_file(ps_token_file)
         share = ServedShare(
             role=role.value,
             index=index,
@@ -154,12 +162,16 @@ def serve(
             dtype=None if dtype is None else dtype.value,
             addresses=tuple(map(tuple, shares)),
             timeout_s=ps_timeout_s,
+            token=None if ps_token is None else ps_token.token,
+            root_certificate=ps_root_certificate,
         )
         token = Secret.of_file(token_file)
         source: VersionSource
         if follow:
             secret = Secret.of_file(follow_token_file)
-            source = FollowedSource(_config(run), follow, share, name=name, secret=secret)
+            source = FollowedSource(
+                _config(run), follow, share, name=name, secret=secret, checkpoint=_checkpoint(run)
+            )
         else:
             source = FolderSource(_folder(run), share, name=name, version=version)
         done, out = threading.Event(), console()
@@ -167,18 +179,22 @@ def serve(
             signal.signal(number, lambda *_: done.set())
         tls = Tls(tls_certificate, tls_key) if tls_certificate and tls_key else None
         service_limits = Limits(workers=workers, requests_per_s=requests_per_s)
-        with Repository([source], every_s=poll_s) as models:
+        with ExitStack() as stack:
+            models = Repository([source], every_s=poll_s)
+            stack.push(models)  # closed last; entered once the server shows that it loads
             service = Service(
                 models, limits=service_limits, token=None if token is None else token.token
             )
-            with ModelServer(
-                service, grpc_address=grpc, http_address=http, tls=tls, version=version_of("shoal")
-            ) as server:
-                what = ", ".join(models.names)
-                print_line(out, f"{what}: gRPC {server.grpc_address}, HTTP {server.http_address}")
-                if discovery is None:
-                    done.wait()
-                    return
+            server = stack.enter_context(
+                ModelServer(
+                    service,
+                    grpc_address=grpc,
+                    http_address=http,
+                    tls=tls,
+                    version=version_of("shoal"),
+                )
+            )
+            if discovery is not None:
                 where, _, bzid = discovery.rpartition("/")
                 part = ServedPart(
                     bzid=bzid,
@@ -186,16 +202,20 @@ def serve(
                     sub_graph=f"ps_{index}" if role is _Role.ps else "entry",
                     replica=replica,
                 )
-                with closing(
-                    register_server(
-                        where,
-                        part,
-                        announce or server.grpc_address,
-                        http=server.http_address,
-                        layout=layout.value,
-                    )
-                ) as registration:
-                    registration.follow(lambda: models.ready, done)
+                register = partial(
+                    register_server,
+                    where,
+                    part,
+                    announce or server.grpc_address,
+                    http=server.http_address,
+                    layout=layout.value,
+                )
+                registered = BackgroundRegistration(register, lambda: models.ready, done)
+                stack.enter_context(registered)
+            models.__enter__()
+            what = ", ".join(models.names)
+            print_line(out, f"{what}: gRPC {server.grpc_address}, HTTP {server.http_address}")
+            done.wait()
 
 
 def _folder(run: str) -> Path:
@@ -204,6 +224,14 @@ def _folder(run: str) -> Path:
 
     path = Path(run)
     return path if path.is_dir() else folders.find(run, ())[0].path
+
+
+def _checkpoint(run: str) -> str | None:
+    """The folder of a run's checkpoints, if it has one."""
+    from shoal.train import folder as folders
+
+    found = folders.RunFolder(Path(run))
+    return None if folders.checkpoint_of(found) is None else folders.checkpoints_of(found)
 
 
 def _config(run: str) -> RunConfig:

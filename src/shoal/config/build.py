@@ -50,7 +50,6 @@ FIRST_ORDER = "first_order"
 _BIAS, _VEC = "bias", "vec"
 
 AnyModel = LogisticSettings | DeepFMSettings | DlrmSettings | DcnSettings
-AnySource = SyntheticSource | FlightsSource | FileSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,17 +112,8 @@ def build_tables(config: RunConfig) -> tuple[TableSpec, ...]:
     Raises:
         UnknownName: a feature that the data does not have, or a table that no feature uses.
     """
-    settings = feature_settings(config, _offered(config.data.source))
+    settings = feature_settings(config, source_inputs(config.data.source).features)
     return _tables(config, settings, _segments_of(config.model))
-
-
-def _offered(source: AnySource) -> tuple[str, ...]:
-    """Names of the id features of the data: what `open_data` finds, by the settings alone."""
-    if isinstance(source, SyntheticSource):
-        return _synthetic(source, 0)[0].features
-    if isinstance(source, FlightsSource):
-        return tuple(one.name for one in flights.RECIPE.ids)
-    return tuple(source.ids)
 
 
 def _tables(
@@ -290,13 +280,29 @@ class RunData:
     evaluation: Loader
 
 
-def source_inputs(source: tree.SourceSettings) -> tuple[tuple[IdFeature, ...], int]:
-    """The id features of a source, and how many dense columns it has; nothing is read."""
+@dataclass(frozen=True, slots=True)
+class SourceInputs:
+    """What a source gives a model.
+
+    Args:
+        features: names of the id features, in batch order.
+        lists: those whose examples may have any number of ids.
+        num_dense: dense columns.
+    """
+
+    features: tuple[str, ...]
+    lists: frozenset[str]
+    num_dense: int
+
+
+def source_inputs(source: tree.SourceSettings) -> SourceInputs:
+    """The inputs of a source by its settings alone; nothing is read."""
     if isinstance(source, SyntheticSource):
-        ids = tuple(IdFeature(name=f"f{feature}") for feature in range(source.num_features))
-        return ids, source.num_dense
+        made = _synthetic(source, 0)[0]
+        return SourceInputs(made.features, frozenset(), made.num_dense)
     recipe = flights.RECIPE if isinstance(source, FlightsSource) else _recipe(source)
-    return recipe.ids, len(recipe.dense)
+    lists = {one.name for one in recipe.ids if one.is_list} | set(recipe.computed.names)
+    return SourceInputs(recipe.features, frozenset(lists), recipe.num_dense)
 
 
 def open_data(config: RunConfig, share: RankShare | None = None) -> RunData:

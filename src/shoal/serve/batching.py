@@ -7,16 +7,15 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from shoal.errors import ServerLost
+from shoal.errors import DataError, InputError, ServerLost
 from shoal.serve.model import Model, Outputs, ReadRequest
-from shoal.serve.tensors import Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,6 +24,7 @@ class _Waiting:
     request: ReadRequest
     reply: asyncio.Future[Outputs]
     loop: asyncio.AbstractEventLoop
+    size_bytes: int
 
 
 class Batcher:
@@ -36,7 +36,7 @@ class Batcher:
     Args:
         workers: threads; None: one a core.
         most_rows: of a batch that is joined.
-        most_waiting: requests that wait; more are refused.
+        most_waiting, most_waiting_bytes: requests that wait; more are refused.
         observe: gets the model's name, and the requests and rows of each batch.
     """
 
@@ -46,10 +46,12 @@ class Batcher:
         workers: int | None = None,
         most_rows: int = 1024,
         most_waiting: int = 4096,
+        most_waiting_bytes: int = 256 << 20,
         observe: Callable[[str, int, int], None] = lambda model, requests, rows: None,
     ) -> None:
         count = workers or len(os.sched_getaffinity(0))
         self._most_rows, self._most_waiting = most_rows, most_waiting
+        self._most_bytes, self._bytes = most_waiting_bytes, 0
         self._observe = observe
         self._waiting: deque[_Waiting] = deque()
         self._changed = threading.Condition()
@@ -81,25 +83,26 @@ class Batcher:
         """Requests that no worker has taken yet."""
         return len(self._waiting)
 
-    async def predict(self, model: Model, inputs: Mapping[str, Array]) -> Outputs:
-        """What a model replies to a request.
+    async def predict(self, model: Model, request: ReadRequest, size_bytes: int = 0) -> Outputs:
+        """What a model replies to a request that it has read.
 
         Raises:
-            UnknownName, InputError: what is wrong with the request.
+            InputError: what is wrong with the request.
             ServerLost: too many wait.
         """
-        request = model.read(inputs)
         loop = asyncio.get_running_loop()
-        one = _Waiting(model, request, loop.create_future(), loop)
+        one = _Waiting(model, request, loop.create_future(), loop, size_bytes)
         with self._changed:
-            if len(self._waiting) >= self._most_waiting or self._ending:
+            too_large = self._waiting and self._bytes + size_bytes > self._most_bytes
+            if len(self._waiting) >= self._most_waiting or too_large or self._ending:
                 raise ServerLost(
                     "requests that wait",
-                    got=len(self._waiting),
-                    allowed=f"fewer than {self._most_waiting}",
+                    got=f"{len(self._waiting)} of {self._bytes} bytes",
+                    allowed=f"fewer than {self._most_waiting}, {self._most_bytes} bytes at most",
                     remedy="Ask again later, or ask another replica.",
                 )
             self._waiting.append(one)
+            self._bytes += size_bytes
             self._changed.notify()
         return await one.reply
 
@@ -139,17 +142,21 @@ class Batcher:
                 else:
                     others.append(one)
             self._waiting.extendleft(reversed(others))
+            self._bytes = sum(one.size_bytes for one in self._waiting)
             return taken
 
 
-def _computed(batch: Sequence[_Waiting]) -> Sequence[Outputs | Exception]:
+def _computed(batch: Sequence[_Waiting]) -> Sequence[Outputs | BaseException]:
     model = batch[0].model
     try:
         return model.run([one.request for one in batch])
     except Exception as error:  # noqa: BLE001  its callers get it
-        if len(batch) == 1:
-            return [error]
-    return [reply for one in batch for reply in _computed([one])]
+        if len(batch) == 1 or not isinstance(error, InputError | DataError):
+            return [error] * len(batch)
+    # One of them is wrong; the others are not.
+    return [
+        asyncio.CancelledError() if one.reply.cancelled() else _computed([one])[0] for one in batch
+    ]
 
 
 def _call(loop: asyncio.AbstractEventLoop, pairs: Sequence[tuple[Any, Any]]) -> None:
@@ -157,7 +164,7 @@ def _call(loop: asyncio.AbstractEventLoop, pairs: Sequence[tuple[Any, Any]]) -> 
         for future, reply in pairs:
             if future.done():
                 continue  # its caller left
-            if isinstance(reply, Exception):
+            if isinstance(reply, BaseException):
                 future.set_exception(reply)
             else:
                 future.set_result(reply)

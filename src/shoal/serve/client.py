@@ -22,7 +22,7 @@ from shoal.errors import ConfigError, InputError, ServerLost, ShapeError, ShoalE
 from shoal.ps.sending import first_reply
 from shoal.serve.protos import tfserving_pb2 as tfs
 from shoal.serve.rows import Find
-from shoal.serve.tensors import Array, tensor_of_tf, tensor_to_tf
+from shoal.serve.tensors import Array, reply_of_tf, tensor_to_tf
 from shoal.table.rows import real_dtype
 from shoal.table.shard import Found, IdGroups
 from shoal.table.spec import TableSpec
@@ -44,6 +44,29 @@ _CHANNEL = (
 )
 
 
+# A CANCELLED that nobody here asked for is a server's that ends.
+_GONE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
+_OTHERS_MAY_DO = frozenset(
+    {
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+    }
+)
+
+
+class _ChannelClosed(grpc.RpcError):  # type: ignore[misc]
+    """A request that was not sent, since its replica left."""
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNAVAILABLE
+
+    def details(self) -> str:
+        return "its channel is closed"
+
+
 class _Endpoint:
     """One replica, and how it has done lately; changed under the lock of its set."""
 
@@ -51,6 +74,7 @@ class _Endpoint:
         self.address, self.channel = address, channel
         self.predict = channel.unary_unary(_PREDICT)
         self.in_flight = self.failures = 0
+        self.gone = False
         self.mean_s = 0.0
         self.out_until_s = 0.0
 
@@ -61,16 +85,16 @@ class _Endpoint:
     def done(self, seconds: float, code: grpc.StatusCode) -> None:
         """Note how a request went."""
         self.in_flight -= 1
-        self.mean_s += 0.1 * (seconds - self.mean_s)
-        if code is grpc.StatusCode.CANCELLED:  # another was faster
-            return
-        if code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        now_s = time.monotonic()
+        if code in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT):
+            self.mean_s += 0.1 * (seconds - self.mean_s)
             self.failures = 0
-            return
-        self.failures += 1
-        if self.failures >= _FAILURES:
-            times = min(self.failures - _FAILURES, 10)
-            self.out_until_s = time.monotonic() + min(_LONGEST_OUT_S, _OUT_S * 2.0**times)
+        elif code is not grpc.StatusCode.CANCELLED and self.out_until_s <= now_s:
+            # Requests that were under way when it was left out say nothing new.
+            self.failures += 1
+            if self.failures >= _FAILURES:
+                times = min(self.failures - _FAILURES, 10)
+                self.out_until_s = now_s + min(_LONGEST_OUT_S, _OUT_S * 2.0**times)
 
 
 class ReplicaSet:
@@ -78,7 +102,8 @@ class ReplicaSet:
 
     Of two that are drawn at random the one with fewer requests under way is asked. One that fails
     `_FAILURES` times in a row is left out for a second, then ever longer. A request that fails
-    since a replica is gone is sent to another, and one that takes longer than most is sent twice.
+    since a replica is gone is sent to another, one that fails in a replica to one other, and one
+    that takes longer than most is sent twice.
 
     Args:
         addresses: HOST:PORT of each.
@@ -113,6 +138,7 @@ class ReplicaSet:
         self._recent_s: deque[float] = deque(maxlen=_TIMED)
         self._delay_s: float | None = None
         self._sent = self._hedged = 0
+        self._closed = False
         self._set(addresses)
         if discovery is not None:
             discovery.watch(role, lambda book: self._set(tuple(book.values())))
@@ -129,7 +155,9 @@ class ReplicaSet:
         self.close()
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections, those of requests under way when they are done."""
+        with self._lock:
+            self._closed = True
         self._set(())
 
     @property
@@ -168,11 +196,12 @@ class ReplicaSet:
         reply = tfs.PredictResponse.FromString(
             self._asked(request.SerializeToString(), timeout_s, model)
         )
-        return {name: tensor_of_tf(name, tensor) for name, tensor in reply.outputs.items()}
+        return {name: reply_of_tf(name, tensor) for name, tensor in reply.outputs.items()}
 
     def _asked(self, data: bytes, timeout_s: float, model: str) -> bytes:
         until_s = time.monotonic() + timeout_s
         tried: set[str] = set()
+        elsewhere = _OTHERS_MAY_DO
         while True:
             endpoint = self._chosen(tried)
             left_s = until_s - time.monotonic()
@@ -192,16 +221,26 @@ class ReplicaSet:
                 return found
             if not isinstance(error, grpc.RpcError):
                 raise error
-            if error.code() is grpc.StatusCode.UNAVAILABLE and self._chosen(tried) is not None:
+            code = error.code()
+            again = code in _GONE or code in elsewhere
+            if again and self._chosen(tried) is not None:
+                if code not in _GONE:
+                    elsewhere = frozenset()  # once
                 continue
             raise _error_of(error, model, timeout_s) from error
 
     def _start(self, endpoint: _Endpoint, data: bytes, timeout_s: float) -> Future[bytes]:
         began_s = time.monotonic()
+        reply: Future[bytes] = Future()
         with self._lock:
             endpoint.in_flight += 1
-        call = endpoint.predict.future(data, timeout=timeout_s, metadata=self._metadata)
-        reply: Future[bytes] = Future()
+        try:
+            call = endpoint.predict.future(data, timeout=timeout_s, metadata=self._metadata)
+        except ValueError:  # grpc's, of a channel that was closed since it was chosen
+            with self._lock:
+                endpoint.in_flight -= 1
+            reply.set_exception(_ChannelClosed())
+            return reply
 
         def done(call: Any) -> None:
             seconds = time.monotonic() - began_s
@@ -210,6 +249,9 @@ class ReplicaSet:
                 endpoint.done(seconds, code)
                 if code is grpc.StatusCode.OK:
                     self._timed(seconds)
+                unused = endpoint.gone and not endpoint.in_flight
+            if unused:
+                endpoint.channel.close()
             if not reply.set_running_or_notify_cancel():
                 return
             if code is grpc.StatusCode.OK:
@@ -265,17 +307,48 @@ class ReplicaSet:
     def _set(self, addresses: Sequence[str]) -> None:
         """Connections of replicas that stay are kept."""
         with self._lock:
+            addresses = () if self._closed else addresses
             gone = [self._endpoints.pop(one) for one in set(self._endpoints) - set(addresses)]
+            for endpoint in gone:
+                endpoint.gone = True
+            unused = [endpoint for endpoint in gone if not endpoint.in_flight]
             for address in addresses:
                 if address not in self._endpoints:
                     self._endpoints[address] = _Endpoint(address, self._channel(address))
-        for endpoint in gone:
+        for endpoint in unused:
             endpoint.channel.close()
 
     def _channel(self, address: str) -> grpc.Channel:
         if self._credentials is None:
             return grpc.insecure_channel(address, options=_CHANNEL)
         return grpc.secure_channel(address, self._credentials, options=_CHANNEL)
+
+
+def check_shares(sets: Sequence[ReplicaSet], model: str, *, timeout_s: float) -> None:
+    """Ask all of a model's shares at once for nothing.
+
+    Raises:
+        ServerLost: one does not answer.
+    """
+    with ThreadPoolExecutor(max_workers=len(sets), thread_name_prefix="shoal check") as pool:
+        calls = [
+            pool.submit(_lookup, one, f"{model}:ps_{index}", {}, timeout_s)
+            for index, one in enumerate(sets)
+        ]
+        for call in calls:
+            call.result()
+
+
+def _lookup(
+    replicas: ReplicaSet, share: str, ids: Mapping[str, Array], timeout_s: float
+) -> dict[str, Array]:
+    try:
+        return replicas.predict(share, ids, signature="lookup", timeout_s=timeout_s)
+    except ServerLost:
+        raise
+    except ShoalError as error:  # who asks for a prediction did nothing wrong
+        remedy = "See whether its servers serve that share of the same model."
+        raise ServerLost(f"rows of {share!r}", str(error), "rows", remedy) from error
 
 
 def find_in(
@@ -299,7 +372,7 @@ def find_in(
         for name, ids in asked:  # a table may be in several groups
             joined[name] = np.concatenate([joined[name], ids]) if name in joined else ids
         share = f"{model}:ps_{index}"
-        rows = sets[index].predict(share, joined, signature="lookup", timeout_s=timeout_s)
+        rows = _lookup(sets[index], share, joined, timeout_s)
         used = dict.fromkeys(joined, 0)
         weights = []
         for table, ids in zip(groups.tables_G.tolist(), parts, strict=True):

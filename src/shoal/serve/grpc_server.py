@@ -36,11 +36,12 @@ def services(service: Service, version: str) -> dict[str, dict[str, Call]]:
 def make_server(service: Service, version: str) -> grpc.aio.Server:
     """A server of the running loop, without a port."""
     server = grpc.aio.server(
+        maximum_concurrent_rpcs=service.limits.most_calls,
         options=[
             ("grpc.max_receive_message_length", service.limits.most_bytes),
             ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", 0),
-        ]
+        ],
     )
     for name, methods in services(service, version).items():
         handlers = {

@@ -87,8 +87,10 @@ async def _tfserving(service: Service, tf: TfServing, request: Request) -> Respo
     async def call() -> tuple[str, Any]:
         name, version, method = _place(_TF, request)
         if method == ":predict":
-            body = object_of_json(await _body(service, request))
-            return await tf.rest_predict(name, version, body)
+            service.admit()
+            data = await _body(service, request)
+            body = await service.decoded(len(data), lambda: object_of_json(data))
+            return await tf.rest_predict(name, version, body, len(data))
         if method == "/metadata":
             return await tf.rest_metadata(name, version)
         return await tf.rest_status(name, version)

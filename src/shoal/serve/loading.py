@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 from torch import Tensor, nn
 
@@ -20,7 +20,9 @@ from shoal.config.build import ModelParts, build_parts, source_inputs
 from shoal.errors import CheckpointError, ConfigError
 from shoal.exchange.local import Exchange
 from shoal.ps.server import spread_over
-from shoal.serve.client import ReplicaSet, find_in
+from shoal.serve.bundle import SIGNATURE, open_bundle
+from shoal.serve.client import ReplicaSet, check_shares, find_in
+from shoal.serve.export import EXPORT
 from shoal.serve.model import LookupModel, Model, PredictModel
 from shoal.serve.rows import PooledRows, of_shard, of_shares
 from shoal.serve.signature import ExampleReader
@@ -46,6 +48,7 @@ class ServedShare:
         dtype: of rows; None: as trained.
         addresses: of an entry: replicas of each of the `of` shares, HOST:PORT.
         timeout_s: of an entry's requests for rows.
+        token, root_certificate: of an entry's requests for rows, as of `ReplicaSet`.
     """
 
     role: Role = "all"
@@ -54,6 +57,8 @@ class ServedShare:
     dtype: RowDType | None = None
     addresses: tuple[tuple[str, ...], ...] = ()
     timeout_s: float = 1.0
+    token: str | None = field(default=None, repr=False)
+    root_certificate: str | None = None
 
     def name(self, model: str) -> str:
         """The served name of a model's share."""
@@ -86,12 +91,14 @@ class _RunModel:
 
     def __init__(self, config: RunConfig, share: ServedShare) -> None:
         self.config, self.share = config, share
-        self.ids, self.num_dense = source_inputs(config.data.source)
+        self.inputs = source_inputs(config.data.source)
 
     def parts(self) -> ModelParts:
-        offered = [one.name for one in self.ids]
         return build_parts(
-            self.config, self.config.model, offered=offered, num_dense=self.num_dense
+            self.config,
+            self.config.model,
+            offered=self.inputs.features,
+            num_dense=self.inputs.num_dense,
         )
 
     def model(
@@ -102,11 +109,10 @@ class _RunModel:
         specs: Sequence[TableSpec],
         exchange: Exchange,
     ) -> PredictModel:
-        lists = [one.name for one in self.ids if one.is_list]
         return PredictModel(
             name,
             version,
-            ExampleReader(parts, lists, self.num_dense),
+            ExampleReader(parts, self.inputs.lists, self.inputs.num_dense),
             PooledRows(parts, specs, exchange),
             parts.module.eval(),
             AMP_DTYPES[self.config.amp],
@@ -124,6 +130,7 @@ class FolderSource:
 
     Raises:
         CheckpointError: neither of them.
+        ConfigError: an entry's root certificate cannot be read.
     """
 
     def __init__(
@@ -137,18 +144,33 @@ class FolderSource:
         self._path, self._share = Path(path), share or ServedShare()
         self._version, self._given = version, name
         self._is_run = RunFolder(self._path).config.is_file()
-        if self.newest() is None:
+        there = self._wanted()
+        if there is None and not (self._is_run and version is None):
             raise CheckpointError(
                 "model to serve",
                 got=f"{path} without {'a version' if version is None else f'version {version}'}",
-                allowed="the folder of a run with a checkpoint, or of shoal export",
+                allowed="the folder of a run, or of shoal export",
                 remedy="Train with output.save_model=true, or export a version.",
             )
-        found = self._folder(self.newest() or 0)
+        found = self._folder(there or 0)
         self.name = self._share.name(name or settings.load(found.config, environment={}).name)
+        own = self._share
+        self._sets = [
+            ReplicaSet(one, token=own.token, root_certificate=own.root_certificate)
+            for one in own.addresses
+        ]
 
     def newest(self) -> int | None:
-        """The version to serve."""
+        """The version to serve.
+
+        Raises:
+            ServerLost: a share of an entry's rows does not answer.
+        """
+        if self._sets:
+            check_shares(self._sets, self.name, timeout_s=self._share.timeout_s)
+        return self._wanted()
+
+    def _wanted(self) -> int | None:
         there = self._versions()
         if self._version is not None:
             return self._version if self._version in there else None
@@ -171,29 +193,55 @@ class FolderSource:
                 allowed="one with rows or a dense module",
                 remedy="Export it again.",
             )
-        specs = tuple(serving_spec(spec, share.dtype) for spec in parts.tables)
+        dtypes = self._checked(version, folder)
+        specs = tuple(
+            serving_spec(spec, share.dtype or dtypes.get(spec.name)) for spec in parts.tables
+        )
         if share.role == "ps":
             shard = load_rows(url, built.config, specs, share.index, share.of)
             return LookupModel(self.name, version, shard)
         load_module(url, built.config, parts.module)
         if share.role == "entry":
-            sets = [ReplicaSet(one) for one in share.addresses]
-            exchange = of_shares(
-                specs, len(sets), find_in(sets, self.name, specs, timeout_s=share.timeout_s)
-            )
+            find = find_in(self._sets, self.name, specs, timeout_s=share.timeout_s)
+            exchange = of_shares(specs, len(self._sets), find)
         else:
             exchange = of_shard(load_rows(url, built.config, specs))
         return built.model(version, self.name, parts, specs, exchange)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Ask for rows no longer."""
+        for one in self._sets:
+            one.close()
+
+    def _checked(self, version: int, folder: RunFolder) -> dict[str, RowDType]:
+        """Dtypes of a bundle's rows by table.
+
+        Raises:
+            ConfigError: it was exported for another share.
+        """
+        if not (folder.path / SIGNATURE).is_file():
+            return {}
+        share, signature = self._share, open_bundle(folder.path).signature
+        got = allowed = ""
+        shards = len(list((self._path / str(version)).glob("ps_*")))
+        if share.role == "entry" and shards not in (0, len(share.addresses)):
+            got, allowed = f"{len(share.addresses)} --ps", f"{shards}, one a ps_ folder"
+        elif signature.part == "ps" and (signature.index, signature.of) != (share.index, share.of):
+            got = f"--index {share.index} --of {share.of}"
+            allowed = f"--index {signature.index} --of {signature.of}"
+        elif share.role == "all" and signature.part != "all":
+            got, allowed = "--role all", "--role entry and --role ps"
+        if got:
+            remedy = "Serve all parts as they were exported."
+            raise ConfigError(f"share of exported version {folder.path}", got, allowed, remedy)
+        return {one.name: cast(RowDType, one.dtype) for one in signature.tables}
 
     def _versions(self) -> dict[int, str | None]:
         if self._is_run:
             store = CheckpointStore(folders.checkpoints_of(RunFolder(self._path)))
             return {entry.step: store.folder(entry.name).url for entry in store.list()}
         every = self._path.iterdir() if self._path.is_dir() else ()
-        return {int(one.name): None for one in every if _VERSION.fullmatch(one.name)}
+        return {int(one.name): None for one in every if _is_version(one)}
 
     def _folder(self, version: int) -> RunFolder:
         if self._is_run:
@@ -201,6 +249,13 @@ class FolderSource:
         whole = self._path / str(version)
         part = f"ps_{self._share.index}" if self._share.role == "ps" else "entry"
         return RunFolder(whole / part if (whole / part).is_dir() else whole)
+
+
+def _is_version(folder: Path) -> bool:
+    """Whether it is a version of `shoal export`, or a run that was copied as one."""
+    name = folder.name
+    whole = (folder / EXPORT).is_file() or RunFolder(folder).config.is_file()
+    return bool(_VERSION.fullmatch(name)) and str(int(name)) == name and whole
 
 
 def load_rows(
@@ -232,6 +287,7 @@ class FollowedSource:
         share: what of it is served: "all".
         name: of the model; None: the run's.
         secret: what the publishers were given.
+        checkpoint: the run's folder: rows of its newest checkpoint need not be asked for.
     """
 
     def __init__(
@@ -242,12 +298,18 @@ class FollowedSource:
         *,
         name: str | None = None,
         secret: Secret | None = None,
+        checkpoint: str | None = None,
     ) -> None:
         self._built = _RunModel(config, share or ServedShare())
         self.name = name or config.name
         self._parts = self._built.parts()
         self._replica = Replica(
-            self._parts.tables, publishers, dtype=self._built.share.dtype, secret=secret
+            self._parts.tables,
+            publishers,
+            dtype=self._built.share.dtype,
+            secret=secret,
+            checkpoint=checkpoint,
+            collection=config.model.kind,
         )
         self._replica.__enter__()
         self._weights: Mapping[str, Tensor] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shoal.serve.model import Model, Outputs
@@ -102,12 +102,19 @@ class OpenInference:
         if not 0 <= size <= len(body):
             allowed = f"0..{len(body)}"
             raise refused("Inference-Header-Content-Length", size, allowed, "Count the JSON.")
-        request = object_of_json(body[:size])
+        self._service.admit()
+        request = await self._service.decoded(size, lambda: object_of_json(body[:size]))
         model = self._service.model(name, version)
-        inputs = _inputs_of_json(request, memoryview(body)[size:])
+        inputs = _objects(request, "inputs", required=True)
         wanted = _objects(request, "outputs", required=False)
         names = [_text(one, "name") for one in wanted]
-        outputs = await self._service.predict(model, inputs, names)
+        outputs = await self._service.predict(
+            model,
+            [_text(one, "name") for one in inputs],
+            lambda: _inputs_of_json(inputs, memoryview(body)[size:]),
+            names,
+            size_bytes=len(body),
+        )
         every = _parameters(request).get(_ALL_BINARY) is True
         flags = {
             key: _parameters(one).get(_BINARY, every) is True
@@ -139,18 +146,23 @@ class OpenInference:
         return request.name, oip.ModelMetadataResponse(**found).SerializeToString()
 
     async def _infer(self, data: bytes) -> tuple[str, bytes]:
+        self._service.admit()
         request = parsed(oip.ModelInferRequest, data)
         model = self._service.model(request.model_name, version_of(request.model_version))
         raw = request.raw_input_contents
         if raw and len(raw) != len(request.inputs):
             allowed = f"{len(request.inputs)}, one of each input"
             raise refused("raw_input_contents", len(raw), allowed, "Send all inputs raw, or none.")
-        inputs = {
-            one.name: tensor_of_oip(one, raw[k] if raw else None)
-            for k, one in enumerate(request.inputs)
-        }
-        wanted = [one.name for one in request.outputs]
-        outputs = await self._service.predict(model, inputs, wanted)
+        outputs = await self._service.predict(
+            model,
+            [one.name for one in request.inputs],
+            lambda: (
+                (one.name, tensor_of_oip(one, raw[k] if raw else None))
+                for k, one in enumerate(request.inputs)
+            ),
+            [one.name for one in request.outputs],
+            size_bytes=len(data),
+        )
         reply = oip.ModelInferResponse(
             model_name=model.name, model_version=str(model.version), id=request.id
         )
@@ -186,24 +198,25 @@ def _described(tensors: tuple[ServedTensor, ...]) -> list[dict[str, Any]]:
     ]
 
 
-def _inputs_of_json(request: Mapping[str, Any], raw: memoryview) -> dict[str, Array]:
-    inputs, at = {}, 0
-    for one in _objects(request, "inputs", required=True):
+def _inputs_of_json(
+    inputs: Sequence[Mapping[str, Any]], raw: memoryview
+) -> Iterator[tuple[str, Array]]:
+    at = 0
+    for one in inputs:
         name, datatype, shape = _text(one, "name"), _text(one, "datatype"), one.get("shape")
         if not isinstance(shape, list):
             raise refused(f"shape of input {name!r}", shape, "a list of sizes")
         size = _parameters(one).get(_SIZE)
         if size is None:
-            inputs[name] = tensor_of_json(name, datatype, shape, one.get("data", []))
+            yield name, tensor_of_json(name, datatype, shape, one.get("data", []))
             continue
         if not isinstance(size, int) or not 0 <= size <= len(raw) - at or "data" in one:
             allowed = f"at most the {len(raw) - at} bytes left, and no data"
             raise refused(f"{_SIZE} of input {name!r}", size, allowed)
-        inputs[name] = tensor_of_bytes(name, datatype, shape, raw[at : at + size])
+        yield name, tensor_of_bytes(name, datatype, shape, raw[at : at + size])
         at += size
     if at != len(raw):
         raise refused("raw tensors after the JSON", f"{len(raw)} bytes", f"{at} bytes")
-    return inputs
 
 
 def _json_reply(

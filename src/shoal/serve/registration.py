@@ -14,9 +14,13 @@ import logging
 import re
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
+from types import TracebackType
 from typing import Any, Literal, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from shoal.discovery.nodes import Nodes
 from shoal.errors import ConfigError, ServerLost
@@ -29,6 +33,7 @@ _NAME = re.compile(NAME)
 _SUB_GRAPH = re.compile(r"(ps|entry|dense)(?:_([0-9]{1,7}))?")
 _ABSENT = re.compile(r"0\.0\.0\.0|\[::\]|$")
 _LOOK_S = 0.2
+_AGAIN_S = 1.0  # until a ZooKeeper that did not answer is asked again
 _Value = TypeVar("_Value")
 
 
@@ -49,15 +54,14 @@ def to_json(value: Any) -> bytes:
 
 
 def from_json(kind: type[_Value], data: bytes | None) -> _Value | None:
-    """A dataclass of a node's bytes; unknown keys are passed over. None of bytes that are no such.
+    """A dataclass of a node's bytes; unknown keys are passed over. None of bytes that are no such,
+    or have a value of another type.
 
     data: None of a missing node.
     """
     try:
-        raw = json.loads(data or b"")
-        known = {one.name for one in fields(kind)}  # type: ignore[arg-type]
-        return kind(**{key: value for key, value in raw.items() if key in known})
-    except (ValueError, TypeError, AttributeError, RecursionError):
+        return TypeAdapter(kind).validate_json(data or b"", strict=True)
+    except ValidationError:
         return None
 
 
@@ -261,3 +265,60 @@ def register_server(
     except BaseException:
         nodes.close()
         raise
+
+
+class BackgroundRegistration:
+    """Registers a server as soon as ZooKeeper answers, and shows its state until it is done.
+
+    Args:
+        register: registers it.
+        is_ready: whether it serves.
+        done: set when it ends; also set here where no ZooKeeper is possible.
+    """
+
+    def __init__(
+        self,
+        register: Callable[[], ServingRegistration],
+        is_ready: Callable[[], bool],
+        done: threading.Event,
+    ) -> None:
+        self._register, self._is_ready, self._done = register, is_ready, done
+        self._error: ConfigError | None = None
+        self._thread = threading.Thread(target=self._run, name="shoal registration", daemon=True)
+
+    def __enter__(self) -> BackgroundRegistration:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Show UNLOADING, and register no longer.
+
+        Raises:
+            ConfigError: it could not be registered, whatever ZooKeeper does.
+        """
+        self._done.set()
+        self._thread.join()
+        if self._error is not None and error is None:
+            raise self._error
+
+    def _run(self) -> None:
+        while not self._done.is_set():
+            self._try()
+
+    def _try(self) -> None:
+        try:
+            registration = self._register()
+        except ServerLost as error:
+            _log.warning("not registered yet: %s", error)
+            self._done.wait(_AGAIN_S)
+        except ConfigError as error:
+            self._error = error
+            self._done.set()
+        else:
+            with closing(registration):
+                registration.follow(self._is_ready, self._done)

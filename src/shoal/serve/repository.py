@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import threading
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Literal
 
@@ -18,6 +19,7 @@ _log = logging.getLogger(__name__)
 
 State = Literal["UNKNOWN", "START", "LOADING", "AVAILABLE", "UNLOADING", "END"]
 _NAME = re.compile(r"[-_.0-9A-Za-z]{1,200}(:[-_0-9A-Za-z]{1,100})?")
+_LONGEST_PAUSE_S = 60.0  # until a version that failed is loaded again
 _KEPT = 4  # versions that are gone and still listed
 
 
@@ -38,6 +40,8 @@ class _Entry:
         self.model: Model | None = None
         self.states: tuple[VersionState, ...] = ()
         self.failed: int | None = None
+        self.failures, self.again_s = 0, 0.0
+        self.problem = ""
 
     def mark(self, version: int, state: State, error: str = "") -> None:
         others = [one for one in self.states if one.version != version]
@@ -46,9 +50,17 @@ class _Entry:
         self.states = tuple(sorted([*kept, VersionState(version, state, error)], key=_by_version))
 
     def refresh(self) -> None:
-        """Serve what should be served now; who asks meanwhile gets what was there before."""
-        version = self.source.newest()
-        if version is None or version == self.failed:
+        """Serve what should be served now; who asks meanwhile gets what was there before.
+
+        What failed is tried again, ever less often.
+        """
+        try:
+            version = self.source.newest()
+        except (ConfigError, ServerLost) as error:
+            self.problem = str(error)
+            raise
+        self.problem = ""
+        if version is None or (version == self.failed and time.monotonic() < self.again_s):
             return
         before = self.model
         if before is not None and before.version == version:
@@ -57,7 +69,9 @@ class _Entry:
         try:
             model = self.source.load(version)
         except Exception as error:
+            self.failures = self.failures + 1 if version == self.failed else 0
             self.failed = version
+            self.again_s = time.monotonic() + min(_LONGEST_PAUSE_S, 2.0**self.failures)
             self.mark(version, "END", str(error))
             raise
         self.model, self.failed = model, None
@@ -80,10 +94,12 @@ class Repository:
         every_s: how often they are asked for a newer version.
 
     Raises:
-        ConfigError: a name twice, or one that protocols cannot carry.
+        ConfigError: a name twice, or one that protocols cannot carry, or every_s not above 0.
     """
 
     def __init__(self, sources: Sequence[VersionSource], *, every_s: float = 1.0) -> None:
+        if not every_s > 0:
+            raise ConfigError("poll_s of a server", every_s, "above 0", "Set it to seconds.")
         self._entries: dict[str, _Entry] = {}
         for source in sources:
             if not _NAME.fullmatch(source.name) or source.name in self._entries:
@@ -95,7 +111,7 @@ class Repository:
                 )
             self._entries[source.name] = _Entry(source)
         self._every_s = every_s
-        self._ending = threading.Event()
+        self._ending, self._closed = threading.Event(), False
         self._thread = threading.Thread(target=self._watch, name="shoal versions", daemon=True)
 
     def __enter__(self) -> Repository:
@@ -106,7 +122,7 @@ class Repository:
         """
         try:
             for entry in self._entries.values():
-                entry.refresh()
+                self._begin(entry)
         except BaseException:
             self._close()
             raise
@@ -120,10 +136,14 @@ class Repository:
         trace: TracebackType | None,
     ) -> None:
         self._ending.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         self._close()
 
     def _close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
         for entry in self._entries.values():
             entry.source.close()
 
@@ -134,8 +154,9 @@ class Repository:
 
     @property
     def ready(self) -> bool:
-        """Whether every model has a version that is served."""
-        return all(entry.model is not None for entry in self._entries.values())
+        """Whether every model has a version that is served, and its source no problem."""
+        entries = self._entries.values()
+        return all(entry.model is not None and not entry.problem for entry in entries)
 
     def get(self, name: str, version: int | None = None) -> Model:
         """A model to ask; version: that one, or nothing.
@@ -160,7 +181,13 @@ class Repository:
             UnknownName: no such model.
         """
         entry = self._entry(name)
-        return entry.states or (VersionState(0, "START"),)
+        problem = entry.problem
+        if not problem:
+            return entry.states or (VersionState(0, "START"),)
+        return tuple(
+            replace(one, state="LOADING", error=problem) if one.state == "AVAILABLE" else one
+            for one in entry.states
+        ) or (VersionState(0, "START", problem),)
 
     def staleness_s(self, name: str) -> float | None:
         """How old the rows' newest state is; None of rows that stay as they are."""
@@ -175,6 +202,13 @@ class Repository:
         while not self._ending.wait(self._every_s):
             for name, entry in self._entries.items():
                 self._try(name, entry)
+
+    @staticmethod
+    def _begin(entry: _Entry) -> None:
+        try:
+            entry.refresh()
+        except ServerLost as error:  # it may come
+            _log.warning("model %s: %s", entry.source.name, error)
 
     @staticmethod
     def _try(name: str, entry: _Entry) -> None:

@@ -101,6 +101,7 @@ class ModelServer:
 
     async def _serve(self) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
+        _check(self._tls)
         async with AsyncExitStack() as stops:
             if self._wanted_grpc is not None:
                 await self._start_grpc(self._wanted_grpc, stops)
@@ -118,8 +119,6 @@ class ModelServer:
             else:
                 pair = Path(self._tls.key).read_bytes(), Path(self._tls.certificate).read_bytes()
                 port = server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
-        except OSError as error:
-            raise _files(self._tls, error) from error
         except RuntimeError as error:
             raise _taken(address, error) from error
         await server.start()
@@ -138,16 +137,14 @@ class ModelServer:
         config = uvicorn.Config(
             make_app(self._service, self._version),
             log_level="warning",
+            limit_concurrency=self._service.limits.most_calls,
             access_log=False,
             lifespan="off",
             ssl_certfile=None if self._tls is None else self._tls.certificate,
             ssl_keyfile=None if self._tls is None else self._tls.key,
             timeout_graceful_shutdown=int(_GRACE_S),
         )
-        try:
-            config.load()
-        except (OSError, ssl.SSLError) as error:
-            raise _files(self._tls, error) from error
+        config.load()
         server = uvicorn.Server(config)
         self.http_address = f"{host}:{listening.getsockname()[1]}"
         serving = asyncio.ensure_future(server.serve(sockets=[listening]))
@@ -177,7 +174,12 @@ def _taken(address: str, error: object) -> ConfigError:
     )
 
 
-def _files(tls: Tls | None, error: object) -> ConfigError:
-    return ConfigError(
-        "files of TLS", got=f"{tls} ({error})", allowed="PEM files", remedy="Check the paths."
-    )
+def _check(tls: Tls | None) -> None:
+    """Refuse files that are no certificate and its key, before a port is named in their place."""
+    if tls is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(tls.certificate, tls.key)
+    except OSError as error:  # SSLError is one
+        allowed, remedy = "PEM files of a certificate and its key", "Check the files."
+        raise ConfigError("files of TLS", f"{tls} ({error})", allowed, remedy) from error

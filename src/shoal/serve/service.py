@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
+import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -25,18 +28,24 @@ from shoal.serve.batching import Batcher, TokenBucket
 from shoal.serve.model import Model, Outputs
 from shoal.serve.repository import Repository
 from shoal.serve.signature import SIGNATURES
-from shoal.serve.tensors import Array
+from shoal.serve.tensors import Array, refused
 
 _log = logging.getLogger(__name__)
 _BUCKETS_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _LOOKUP = "lookup"
+_MOST_MESSAGE = 4096  # gRPC sends it in a header, and headers are short
+_LARGE_BYTES = 1 << 18  # requests that are decoded in a thread, so that others are heard meanwhile
+_BYTES_AN_ELEMENT = 4  # so that a request takes not much more memory than its bytes
+_T = TypeVar("_T")
+_known: ContextVar[str] = ContextVar("model of the call", default="")
 
 
 class Code(IntEnum):
     """Codes of gRPC that servers here reply with."""
 
     OK = 0
+    CANCELLED = 1
     INVALID_ARGUMENT = 3
     NOT_FOUND = 5
     UNIMPLEMENTED = 12
@@ -47,6 +56,7 @@ class Code(IntEnum):
 
 HTTP_STATUS = {
     Code.OK: 200,
+    Code.CANCELLED: 499,
     Code.INVALID_ARGUMENT: 400,
     Code.NOT_FOUND: 404,
     Code.UNIMPLEMENTED: 501,
@@ -74,6 +84,18 @@ class Limits:
     requests_per_s: float | None = None
     workers: int | None = None
 
+    def __post_init__(self) -> None:
+        """Raises: ConfigError: a limit that lets nothing through."""
+        for name in ("most_bytes", "most_rows", "most_waiting", "requests_per_s", "workers"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name} of a server", value, "above 0", f"Raise {name}.")
+
+    @property
+    def most_calls(self) -> int:
+        """Calls under way on a port: those that wait, and room for health and metrics."""
+        return self.most_waiting + 1024
+
 
 def code_of(error: BaseException) -> Code:
     """The code of an error: what cannot be found, what is wrong with a request, or a fault here."""
@@ -90,7 +112,7 @@ def code_of(error: BaseException) -> Code:
 def message_of(error: BaseException) -> str:
     """What a client is shown: errors of ours as they are, of others only that there was one."""
     if isinstance(error, ShoalError):
-        return str(error)
+        return str(error)[:_MOST_MESSAGE]
     _log.error("a request failed", exc_info=error)
     return "an error of the server, which its log has"
 
@@ -136,6 +158,7 @@ class Service:
             most_waiting=self.limits.most_waiting,
             observe=self._observe,
         )
+        self._follows: set[str] = set()
         self._bucket = TokenBucket(self.limits.requests_per_s)
         self._labelled: dict[tuple[str, str, Code], tuple[Any, Any]] = {}
         self.started_s = time.time()
@@ -161,37 +184,87 @@ class Service:
             ServerLost: it is not loaded yet.
         """
         model = self.models.get(name, version)
+        _known.set(name)
         if signature not in SIGNATURES and signature != _LOOKUP:
             raise unknown_name("signature", signature, SIGNATURES[1:])
         return model
 
-    async def predict(
-        self, model: Model, inputs: Mapping[str, Array], wanted: Sequence[str] = ()
-    ) -> Outputs:
-        """Outputs of a request; wanted: only these, () all.
+    def admit(self) -> None:
+        """Count a prediction, before anything of it is decoded.
 
         Raises:
-            UnknownName, InputError: what is wrong with the request.
             ServerLost: there are too many.
         """
         self._bucket.take()
+
+    async def decoded(self, size_bytes: int, decode: Callable[[], _T]) -> _T:
+        """What a call makes of a request; of a large one in a thread."""
+        return decode() if size_bytes <= _LARGE_BYTES else await asyncio.to_thread(decode)
+
+    async def predict(
+        self,
+        model: Model,
+        names: Sequence[str],
+        decode: Callable[[], Iterable[tuple[str, Array]]],
+        wanted: Sequence[str] = (),
+        *,
+        size_bytes: int = 0,
+    ) -> Outputs:
+        """Outputs of a request.
+
+        Args:
+            names: of its inputs, known before they are decoded.
+            decode: gives (name, array) of each.
+            wanted: only these outputs, () all.
+            size_bytes: of the request.
+
+        Raises:
+            UnknownName, InputError, DataError: what is wrong with the request.
+            ServerLost: too many wait.
+        """
+        inputs = [one.name for one in model.signature.inputs]
+        for name in names:
+            if name not in inputs:
+                raise unknown_name("input of the model", name, inputs)
+        if len(set(names)) < len(names):
+            raise refused("inputs", "one of them twice", "each once", "Name each input once.")
         names = [one.name for one in model.signature.outputs]
         for name in wanted:
             if name not in names:
                 raise unknown_name("output of the model", name, names)
-        outputs = await self._batcher.predict(model, inputs)
+        request = await self.decoded(size_bytes, lambda: model.read(self._within(decode())))
+        outputs = await self._batcher.predict(model, request, size_bytes)
         return {name: outputs[name] for name in wanted or outputs if name in outputs}
+
+    def _within(self, arrays: Iterable[tuple[str, Array]]) -> Mapping[str, Array]:
+        left = most = self.limits.most_bytes // _BYTES_AN_ELEMENT
+        inputs = {}
+        for name, array in arrays:
+            left -= array.size
+            if left < 0:
+                remedy = "Send several requests."
+                raise refused("elements of a request", "more", f"at most {most}", remedy)
+            inputs[name] = array
+        return inputs
 
     async def timed(
         self, protocol: str, call: Callable[[], Awaitable[tuple[str, Any]]]
     ) -> tuple[Code, Any]:
         """(code, reply or message) of a call that returns its model's name and its reply."""
         began_s = time.perf_counter()
-        model, code, reply = "", Code.OK, None
+        code, reply = Code.OK, None
+        _known.set("")
         try:
             model, reply = await call()
+        except asyncio.CancelledError:
+            self._count(_known.get(), protocol, Code.CANCELLED, began_s)
+            raise
         except Exception as error:  # noqa: BLE001  its caller gets a code for it
-            code, reply = code_of(error), message_of(error)
+            model, code, reply = _known.get(), code_of(error), message_of(error)
+        self._count(model, protocol, code, began_s)
+        return code, reply
+
+    def _count(self, model: str, protocol: str, code: Code, began_s: float) -> None:
         key = (model, protocol, code)
         found = self._labelled.get(key)
         if found is None:
@@ -201,7 +274,6 @@ class Service:
             )
         found[0].inc()
         found[1].observe(time.perf_counter() - began_s)
-        return code, reply
 
     def collect(self) -> None:
         """Bring gauges up to date."""
@@ -210,8 +282,9 @@ class Service:
             if states:
                 self._version.labels(name).set(states[-1].version)
             staleness_s = self.models.staleness_s(name)
-            if staleness_s is not None:
-                self._staleness.labels(name).set(staleness_s)
+            if staleness_s is not None or name in self._follows:
+                self._follows.add(name)
+                self._staleness.labels(name).set(math.nan if staleness_s is None else staleness_s)
 
     def totals(self) -> list[tuple[str, str, float, float]]:
         """(model, protocol, requests, seconds in all) since the start."""

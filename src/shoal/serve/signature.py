@@ -2,13 +2,14 @@
 
 An id feature is one input of its name: [B] or [B, 1], one id an example; a feature of lists is
 [B, L], and an input `<name>_lengths` [B] says how many of an example's L ids count (all of them
-without it). Ids are integers, or texts, which become ids as in training. Every int64 is a legal id,
-so that no value could stand for padding. Dense columns are one input, "dense" [B, n].
+without it); or the ids of all examples one after another, [N], with their lengths. Ids are
+integers, or texts, which become ids as in training. Every int64 is a legal id, so that no value
+could stand for padding. Dense columns are one input, "dense" [B, n].
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,7 +69,7 @@ class ExampleReader:
         ConfigError: a feature has the name of another input.
     """
 
-    def __init__(self, parts: ModelParts, lists: Sequence[str], num_dense: int) -> None:
+    def __init__(self, parts: ModelParts, lists: Collection[str], num_dense: int) -> None:
         self._features = parts.features
         self._keys = tuple(feature.name for feature in parts.features)
         self._lists = frozenset(lists)
@@ -154,10 +155,17 @@ class ExampleReader:
         if counts is None:
             return ids, np.full(size, length, dtype=np.int64)
         counts = counts.reshape(-1) if counts.ndim == 2 and counts.shape[1] == 1 else counts
+        if given.ndim == counts.ndim == 1 and counts.dtype.kind in "iu":
+            flat = counts.astype(np.int64, copy=False)
+            # The bounds come first, so that no sum wraps.
+            if counts.min(initial=0) >= 0 and counts.max(initial=0) <= size == flat.sum():
+                return ids, flat
         if counts.shape != (size,) or counts.dtype.kind not in "iu":
             raise _shape(f"{name}{LENGTHS}", counts, f"[{size}], integers")
         counts = counts.astype(np.int64, copy=False)
-        if size and not 0 <= counts.min() <= counts.max() <= length:
+        if not size:
+            return ids, counts
+        if not 0 <= counts.min() <= counts.max() <= length:
             raise ShapeError(
                 f"{name}{LENGTHS}",
                 got=f"{counts.min()}..{counts.max()}",

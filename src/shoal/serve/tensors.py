@@ -17,6 +17,7 @@ from shoal.serve.protos import tfserving_pb2 as tfs
 Array = np.ndarray[Any, Any]
 
 MOST_ELEMENTS = 1 << 24  # of a tensor that comes in
+_MOST_FILLED = 1 << 16  # of a tensor whose list is shorter than its shape
 _MOST_DIMENSIONS = 8
 
 
@@ -87,11 +88,27 @@ def tensor_of_tf(name: str, tensor: tfs.TensorProto) -> Array:
         kind = kind._replace(numpy=np.dtype("<u2"))
     values = _listed(name, kind, given, count)
     if len(values) < count:  # TF leaves out what repeats the last one
+        if count > _MOST_FILLED:
+            allowed = f"{count}, or a shape of at most {_MOST_FILLED} elements"
+            raise refused(f"values of input {name!r}", len(values), allowed)
         fill = values[-1] if len(values) else (b"" if kind.numpy.hasobject else 0)
         values = np.concatenate([values, np.full(count - len(values), fill, values.dtype)])
     if tensor.dtype == tfs.DT_HALF:
         values = values.view("<f2")
     return _widened(kind, values.reshape(shape))
+
+
+def reply_of_tf(name: str, tensor: tfs.TensorProto) -> Array:
+    """A TensorProto of a server that is trusted: raw content of any size is not copied.
+
+    Raises:
+        DataError: malformed, or of an unknown dtype.
+    """
+    kind = _BY_TF.get(tensor.dtype)
+    if kind is None or not tensor.tensor_content or kind.numpy.hasobject:
+        return tensor_of_tf(name, tensor)
+    shape = [dim.size for dim in tensor.tensor_shape.dim]
+    return _raw(name, kind, tensor.tensor_content, shape, math.prod(shape))
 
 
 def tensor_to_tf(array: Array, *, raw: bool = False) -> tfs.TensorProto:
@@ -163,21 +180,18 @@ def bytes_of(array: Array) -> bytes:
 
 
 def array_of_lists(name: str, rows: Any) -> tuple[Array, Array | None]:
-    """An array of JSON lists; ragged ones are padded, and their lengths [B] come with them.
+    """An array of JSON lists; of ragged ones the values [N], and their lengths [B].
 
     Raises:
         DataError: not numbers, or not texts, throughout.
     """
     if isinstance(rows, list) and rows and all(isinstance(row, list) for row in rows):
         lengths = [len(row) for row in rows]
-        longest = max(lengths)
-        if len(rows) * longest > MOST_ELEMENTS:
-            raise refused(f"elements of input {name!r}", len(rows) * longest, MOST_ELEMENTS)
-        if min(lengths) < longest:
-            some = next(value for row in rows for value in row)
-            fill = 0 if isinstance(some, int | float) else ""
-            padded = [row + [fill] * (longest - len(row)) for row in rows]
-            return _of_values(name, padded), np.array(lengths, dtype=np.int64)
+        if min(lengths) < max(lengths):
+            values = [value for row in rows for value in row]
+            if any(isinstance(value, list) for value in values):
+                raise refused(f"lists of input {name!r}", "ragged lists of lists", "[B, L] ids")
+            return _of_values(name, values), np.array(lengths, dtype=np.int64)
     return _of_values(name, rows), None
 
 
@@ -251,7 +265,8 @@ def _count(name: str, shape: Sequence[Any]) -> int:
         isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in shape
     )
     count = math.prod(shape) if good else -1
-    if not 0 <= count <= MOST_ELEMENTS:
+    # Sizes next to a 0 count too: what is made for [0, n] must not take n.
+    if not 0 <= count <= MOST_ELEMENTS or math.prod(max(n, 1) for n in shape) > MOST_ELEMENTS:
         allowed = f"{_MOST_DIMENSIONS} sizes of 0 or more, {MOST_ELEMENTS} elements"
         raise refused(f"shape of input {name!r}", str(list(shape))[:80], f"at most {allowed}")
     return count
@@ -279,6 +294,8 @@ def _raw(
 
 
 def _texts(name: str, raw: bytes | memoryview, count: int) -> Array:
+    if 4 * count > len(raw):
+        raise refused(f"raw content of input {name!r}", f"{len(raw)} bytes", f"{count} texts")
     made, at = np.empty(count, dtype=object), 0
     for k in range(count):
         size = struct.unpack_from("<I", raw, at)[0] if at + 4 <= len(raw) else len(raw)

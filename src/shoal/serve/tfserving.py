@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -62,11 +62,17 @@ class TfServing:
 
     async def predict(self, data: bytes) -> tuple[str, bytes]:
         """PredictionService.Predict."""
+        self._service.admit()
         request = parsed(tfs.PredictRequest, data)
         spec = request.model_spec
         model = self._service.model(spec.name, asked_version(spec), spec.signature_name)
-        inputs = {name: tensor_of_tf(name, tensor) for name, tensor in request.inputs.items()}
-        outputs = await self._service.predict(model, inputs, request.output_filter)
+        outputs = await self._service.predict(
+            model,
+            list(request.inputs),
+            lambda: ((name, tensor_of_tf(name, tensor)) for name, tensor in request.inputs.items()),
+            request.output_filter,
+            size_bytes=len(data),
+        )
         # Rows are many, and Shoal's own client reads them; others look into the typed values.
         raw = PREDICTION not in outputs
         reply = tfs.PredictResponse(model_spec=_spec(model, spec.signature_name or SIGNATURES[1]))
@@ -106,9 +112,9 @@ class TfServing:
         return spec.name, reply.SerializeToString()
 
     async def rest_predict(
-        self, name: str, version: int | None, body: Mapping[str, Any]
+        self, name: str, version: int | None, body: Mapping[str, Any], size_bytes: int
     ) -> tuple[str, dict[str, Any]]:
-        """POST :predict, in rows ("instances") or columns ("inputs")."""
+        """POST :predict, in rows ("instances") or columns ("inputs"); `admit` comes before it."""
         signature = body.get("signature_name", "")
         if not isinstance(signature, str):
             raise refused("signature_name", signature, "a text", "Leave it out.")
@@ -124,7 +130,9 @@ class TfServing:
         if columns is None:
             names = [one.name for one in required]
             raise refused("inputs", type(given).__name__, f"values by name: {names}", "Name them.")
-        outputs = await self._service.predict(model, arrays_of_json(columns))
+        outputs = await self._service.predict(
+            model, list(columns), lambda: arrays_of_json(columns), size_bytes=size_bytes
+        )
         made = {key: array.tolist() for key, array in outputs.items()}
         only = next(iter(made.values())) if len(made) == 1 else None
         if not by_row:
@@ -185,14 +193,13 @@ class TfServing:
         return found
 
 
-def arrays_of_json(columns: Mapping[str, Any]) -> dict[str, Array]:
+def arrays_of_json(columns: Mapping[str, Any]) -> Iterator[tuple[str, Array]]:
     """Inputs of JSON values by name; ragged lists bring their lengths."""
-    inputs: dict[str, Array] = {}
     for key, value in columns.items():
-        inputs[key], lengths = array_of_lists(key, value)
+        array, lengths = array_of_lists(key, value)
+        yield key, array
         if lengths is not None:
-            inputs[f"{key}{LENGTHS}"] = lengths
-    return inputs
+            yield f"{key}{LENGTHS}", lengths
 
 
 def _columns(rows: Any, required: list[ServedTensor]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ async def asked(batcher: Batcher, model: EchoModel, numbers: Sequence[float]) ->
     """The first alone, the others while it runs."""
 
     def ask(number: float) -> Any:
-        return batcher.predict(model, {"x": np.array([number], np.float32)})
+        return batcher.predict(model, model.read({"x": np.array([number], np.float32)}))
 
     tasks = [asyncio.ensure_future(ask(numbers[0]))]
     if isinstance(model, SlowModel):
@@ -70,6 +70,39 @@ def test_a_request_that_fails_fails_alone() -> None:
         replies = asyncio.run(asked(batcher, model, [0, -1, 2]))
     assert isinstance(replies[1], InputError)
     assert [replies[0]["y"].tolist(), replies[2]["y"].tolist()] == [[0], [4]]
+
+
+def test_another_error_is_everybodys_at_once() -> None:
+    class Broken(SlowModel):
+        def run(self, requests: Sequence[np.ndarray]) -> list[Any]:
+            self.entered.set()
+            assert self.gate.wait(60)
+            self.batches.append(len(requests))
+            raise ServerLost("rows", "none", "some", "Wait.")
+
+    model = Broken()
+    with Batcher(workers=1) as batcher:
+        replies = asyncio.run(asked(batcher, model, [0, 1, 2]))
+    assert all(isinstance(one, ServerLost) for one in replies)
+    assert model.batches == [1, 2]
+
+
+def test_bytes_that_wait_are_limited() -> None:
+    model = SlowModel()
+
+    async def ask(batcher: Batcher) -> list[Any]:
+        x = model.read({"x": np.zeros(1, np.float32)})
+        tasks = [asyncio.ensure_future(batcher.predict(model, x, 60))]
+        while not model.entered.is_set():
+            await asyncio.sleep(0.001)
+        tasks += [asyncio.ensure_future(batcher.predict(model, x, 60)) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        model.gate.set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    with Batcher(workers=1, most_waiting_bytes=100) as batcher:
+        replies = asyncio.run(ask(batcher))
+    assert [isinstance(one, ServerLost) for one in replies] == [False, False, True]
 
 
 def test_too_many_that_wait_are_refused() -> None:

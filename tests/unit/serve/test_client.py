@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
@@ -187,3 +188,76 @@ def test_remote_predict_may_go_without_an_answer() -> None:
         fail_op_on_rpc_error=False, output_types=[np.float32, np.int64],
     )  # fmt: skip
     assert [(one.shape, one.dtype) for one in found] == [((), np.float32), ((), np.int64)]
+
+
+def endpoint(clients: ReplicaSet) -> Any:
+    return next(iter(clients._endpoints.values()))
+
+
+def test_failures_together_leave_a_replica_out_for_a_second() -> None:
+    with ReplicaSet(["127.0.0.1:1"]) as clients:
+        one = endpoint(clients)
+        one.in_flight = 16
+        for _ in range(16):
+            one.done(0.001, grpc.StatusCode.UNAVAILABLE)
+        assert (one.failures, one.in_flight) == (3, 0)
+        assert one.out_until_s <= time.monotonic() + 1
+        assert one.mean_s == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "failures"),
+    [("OK", 0), ("INVALID_ARGUMENT", 0), ("INTERNAL", 2), ("UNAUTHENTICATED", 2), ("CANCELLED", 1)],
+)
+def test_what_counts_as_a_failure(code: str, failures: int) -> None:
+    with ReplicaSet(["127.0.0.1:1"]) as clients:
+        one = endpoint(clients)
+        one.in_flight, one.failures = 1, 1
+        one.done(1.0, grpc.StatusCode[code])
+        assert one.failures == failures
+        assert (one.mean_s > 0) == (failures == 0)
+
+
+def test_what_a_replica_cannot_answer_another_may() -> None:
+    class Broken(Gated):
+        def run(self, requests: Sequence[np.ndarray]) -> list[Any]:
+            raise RuntimeError("a bug")
+
+    with ExitStack() as held:
+        addresses = []
+        for model in (Broken(), Gated()):
+            source = serving_sources([OneSource(model)], http_address=None)
+            addresses.append(held.enter_context(source)[0].grpc_address)
+        clients = held.enter_context(ReplicaSet(addresses))
+        clients._endpoints[addresses[1]].mean_s = 1e6  # the first is drawn
+        assert clients.predict("echo", X, timeout_s=60)["y"].tolist() == [3, 4]
+        assert clients._endpoints[addresses[0]].failures == 1
+
+
+def test_a_closed_channel_is_a_replica_that_is_gone() -> None:
+    with replicas(2) as (_, addresses), ReplicaSet(addresses) as clients:
+        first = clients._endpoints[addresses[0]]
+        clients._endpoints[addresses[1]].mean_s = 1e6  # the first is drawn
+        first.channel.close()
+        assert clients.predict("echo", X, timeout_s=60)["y"].tolist() == [3, 4]
+        assert first.in_flight == 0
+
+
+def test_a_replica_that_leaves_answers_what_is_under_way() -> None:
+    with replicas(1) as (models, addresses), ReplicaSet(addresses) as clients:
+        models[0].gate.clear()
+        found: list[Any] = []
+        ask = threading.Thread(
+            target=lambda: found.append(clients.predict("echo", X, timeout_s=60))
+        )
+        ask.start()
+        until_s = time.monotonic() + 60
+        while not endpoint(clients).in_flight and time.monotonic() < until_s:
+            time.sleep(0.001)
+        clients._set(())
+        models[0].gate.set()
+        ask.join()
+        assert found[0]["y"].tolist() == [3, 4]
+        clients.close()
+        clients._set(addresses)  # of a discovery that is late
+        assert clients.addresses == ()

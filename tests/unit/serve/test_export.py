@@ -279,6 +279,15 @@ def test_a_version_is_served(run: Path, tmp_path: Path, shards: int) -> None:
     """shards 0: standalone. Predictions have the bits of the run's own."""
     options = ("--mode", "distributed", "--shards", str(shards)) if shards else ()
     path = export(run, tmp_path, *options)
+    (tmp_path / "2024").mkdir()  # no version
+    if shards:
+        for share in (
+            ServedShare(role="ps", of=shards + 1),
+            ServedShare(role="entry", addresses=(("127.0.0.1:1",),)),
+            ServedShare(),
+        ):
+            with pytest.raises(ConfigError, match="share of exported version"):
+                FolderSource(tmp_path, share).load(int(path.name))
     with ExitStack() as stack:
         addresses = []
         for index in range(shards):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from shoal.errors import ConfigError, DataError, ServerLost, UnknownName
@@ -39,7 +41,7 @@ def test_a_version_that_does_not_load_leaves_the_last_one() -> None:
         source.model = EchoModel(version=2)
         with pytest.raises(DataError):
             models._entries["echo"].refresh()
-        models._entries["echo"].refresh()  # once is enough
+        models._entries["echo"].refresh()  # not at once again
         assert models.get("echo").version == 1
         (first, second) = models.states("echo")
         assert (first.state, second.state) == ("AVAILABLE", "END")
@@ -59,3 +61,54 @@ def test_a_model_that_is_not_there_yet() -> None:
 def test_names_that_could_be_paths_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="name"):
         Repository([OneSource(None, name)])
+
+
+def test_a_version_that_did_not_load_is_tried_again() -> None:
+    class Away(OneSource):
+        away = True
+
+        def load(self, version: int) -> Model:
+            if self.away:
+                raise DataError("storage", "no answer", "one", "Wait.")
+            return super().load(version)
+
+    source = Away(None)
+    with Repository([source], every_s=3600) as models:
+        entry = models._entries["echo"]
+        source.model = EchoModel(version=2)
+        pauses = []
+        for _ in range(8):
+            entry.again_s = 0.0
+            with pytest.raises(DataError):
+                entry.refresh()
+            pauses.append(entry.again_s - time.monotonic())
+        assert pauses == pytest.approx([1, 2, 4, 8, 16, 32, 60, 60], abs=0.9)
+        entry.again_s, source.away = 0.0, False
+        entry.refresh()
+        assert models.ready
+
+
+def test_a_source_with_a_problem_is_not_ready() -> None:
+    class Refused(OneSource):
+        error: Exception | None = None
+
+        def newest(self) -> int | None:
+            if self.error is not None:
+                raise self.error
+            return super().newest()
+
+    source = Refused(EchoModel())
+    with Repository([source], every_s=3600) as models:
+        assert models.ready
+        source.error = ConfigError("publisher 0", "tables a", "tables b", "Give its config.")
+        with pytest.raises(ConfigError):
+            models._entries["echo"].refresh()
+        assert not models.ready
+        (state,) = models.states("echo")
+        assert (state.state, "publisher 0" in state.error) == ("LOADING", True)
+        source.error = None
+        models._entries["echo"].refresh()
+        assert models.ready
+    source.error = ServerLost("rows", "none", "some", "Wait.")
+    with Repository([source], every_s=3600) as models:
+        assert not models.ready

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from shoal import config as settings
-from shoal.config.build import build_parts, open_data, source_inputs
+from shoal.config.build import build_parts, build_tables, open_data, source_inputs
 from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, UnknownName
 from shoal.ids import ids_of_text
+from shoal.serve.loading import FolderSource
 from shoal.serve.signature import ExampleReader
-from support.served_models import TINY
+from support.served_models import TINY, trained
 
 
 def reader(lists: tuple[str, ...] = ("f2",), **features: dict) -> ExampleReader:
@@ -38,6 +41,26 @@ def test_examples_are_the_ids_by_feature() -> None:
     }
     assert dense is not None
     assert dense.tolist() == [[0.5, 1], [2, 3], [0.5, 1], [2, 3]]
+
+
+def test_ids_of_lists_one_after_another() -> None:
+    read = reader().read(inputs(f2=[5, 6, 7], f2_lengths=[3, 0]))
+    assert (read.values[2].tolist(), read.lengths[2].tolist()) == ([5, 6, 7], [3, 0])
+    with pytest.raises(ShapeError, match="f2"):
+        reader().read(inputs(f2=[5, 6, 7], f2_lengths=[2, 0]))
+    wraps = np.array([1 << 62, 1 << 62, 1 << 62, 1 << 62, 3])
+    with pytest.raises(ShapeError, match="f2"):
+        reader().read(inputs(f2=[5, 6, 7], f2_lengths=wraps))
+
+
+def test_no_examples_take_no_memory() -> None:
+    wide = np.empty((0, 1 << 40), np.int64)
+    none = {"f0": [], "f1": [], "f2": wide, "f2_lengths": [], "dense": np.empty((0, 2))}
+    typed = {
+        name: np.asarray(one, dtype=np.float32 if name == "dense" else np.int64)
+        for name, one in none.items()
+    }
+    assert reader().read(typed).size == 0
 
 
 def test_texts_become_the_ids_of_training() -> None:
@@ -92,9 +115,47 @@ def test_a_feature_named_like_another_input_is_refused() -> None:
 def test_inputs_of_a_source_are_those_of_its_data(kind: str) -> None:
     source = {"kind": kind} if kind == "flights" else TINY["data"]["source"]
     config = settings.from_mapping({**TINY, "data": {"source": source}})
-    ids, num_dense = source_inputs(config.data.source)
+    found = source_inputs(config.data.source)
     if kind == "flights":
-        assert (len(ids), num_dense) == (12, 40)
+        assert (len(found.features), found.num_dense) == (12, 40)
         return
     data = open_data(config)
-    assert (tuple(one.name for one in ids), num_dense) == (data.features, data.num_dense)
+    assert (found.features, found.num_dense) == (data.features, data.num_dense)
+
+
+COMPUTED = {
+    "user_city": {"kind": "combo", "columns": ["user", "city"]},
+    "ratio": {"kind": "expression", "expression": "price / 2"},
+    "age": {"kind": "raw", "ids": {"kind": "boundaries", "edges": [18, 35]}},
+}
+
+
+def test_computed_features_are_inputs(tmp_path: Path) -> None:
+    rows = [
+        "user,city,price,age,y",
+        *(f"{k % 7},{k % 3},{k}.5,{k % 60},{k % 2}" for k in range(80)),
+    ]
+    (tmp_path / "a.csv").write_text("\n".join(rows))
+    path = str(tmp_path / "a.csv")
+    source = {
+        "kind": "csv",
+        "paths": [path],
+        "eval_paths": [path],
+        "ids": {"user": {}},
+        "features": COMPUTED,
+        "label": "y",
+    }
+    run = trained(tmp_path / "runs", data={"source": source, "batch_size": 16})
+    config = settings.load(run / "config.yaml", environment={})
+    found, data = source_inputs(config.data.source), open_data(config)
+    assert (found.features, found.num_dense) == (("user", "user_city", "age"), 1)
+    assert (found.features, found.num_dense) == (data.features, data.num_dense)
+    parts = build_parts(config, config.model, offered=data.features, num_dense=data.num_dense)
+    assert build_tables(config) == parts.tables
+    model = FolderSource(run).load(FolderSource(run).newest() or 0)
+    batch = next(iter(data.evaluation))
+    ids = {name: np.array(lists, np.int64) for name, lists in batch.ids.to_lists().items()}
+    assert batch.dense is not None
+    inputs = {**ids, "dense": batch.dense.numpy()}
+    (outputs,) = model.run([model.read(inputs)])
+    assert np.unique(outputs["prediction"]).size > 1

@@ -118,6 +118,11 @@ def test_oip_tensors_of_all_forms_are_one(dtype: str) -> None:
         lambda: tensor_of_json("x", "COMPLEX", [1], [1]),
         lambda: tensor_of_json("x", "FP32", [True], [1]),
         lambda: tensor_of_json("x", "FP32", ["1"], [1]),
+        lambda: tensor_of_tf("x", tf_tensor(tfs.DT_FLOAT, [0, 1 << 31])),
+        lambda: tensor_of_tf("x", tf_tensor(tfs.DT_FLOAT, [1 << 17], float_val=[1])),
+        lambda: tensor_of_tf("x", tf_tensor(tfs.DT_STRING, [1 << 24])),
+        lambda: tensor_of_json("x", "FP32", [0, 1 << 70], []),
+        lambda: tensor_of_bytes("x", "BYTES", [1 << 24], memoryview(b"\0\0\0\0")),
         lambda: array_of_lists("x", [[1], [[2]]]),
         lambda: array_of_lists("x", [[1], ["a"]]),
         lambda: array_of_lists("x", [1, None]),
@@ -131,10 +136,12 @@ def test_malformed_tensors_are_refused(make) -> None:
 
 def test_ragged_lists_bring_their_lengths() -> None:
     array, lengths = array_of_lists("x", [[1, 2], [], [3]])
-    assert array.tolist() == [[1, 2], [0, 0], [3, 0]]
+    assert array.tolist() == [1, 2, 3]
     assert lengths is not None
     assert lengths.tolist() == [2, 0, 1]
     assert array_of_lists("x", [[1], [2]])[1] is None
+    array, _ = array_of_lists("x", [*([[]] * 70_000), [1] * 4000])  # 280 million, if padded
+    assert array.size == 4000
 
 
 def test_damaged_messages_are_refused_or_read() -> None:
