@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 from shoal import Segment, TableSpec
 from shoal import config as settings
 from shoal.cli import app
+from shoal.comm import transport
 from shoal.comm.transport import Client, Frames, Server
 from shoal.config.build import build_parts, build_tables, open_data
 from shoal.errors import InputError, ServerLost, ShoalError
@@ -279,11 +281,78 @@ def test_a_wait_may_be_shorter_than_a_call() -> None:
 
 
 def test_loopback_goes_by_a_unix_socket_of_the_same_user() -> None:
-    from shoal.comm import transport
-
     slow = Slow()
     port = slow.server.address.rpartition(":")[2]
     assert transport._nearest(slow.server.address) == f"ipc://@shoal-tcp-{port}"
     assert transport._nearest(f"tcp://127.0.0.1:{free_port()}").startswith("tcp://")
     assert transport._nearest("tcp://192.0.2.1:80") == "tcp://192.0.2.1:80"
     slow.server.stop()
+
+
+def test_a_server_that_comes_back_without_its_unix_socket_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow = Slow()
+    client = Client([slow.server.address])
+    assert client.call(0, b"a", timeout_s=60).result()[0] == b"a"
+    slow.server.stop()
+    with monkeypatch.context() as patched:
+        patched.setattr(transport, "_local", lambda address: None)
+        again = Server(slow.server.address, lambda head, frames: (head, []))
+    with socket.socket(socket.AF_UNIX) as probe, pytest.raises(ConnectionRefusedError):
+        probe.connect(f"\0{transport._local(again.address)}")
+    for _ in range(20):  # the first may still go to the one that has left
+        with contextlib.suppress(ServerLost):
+            if client.call(0, b"b", timeout_s=3).result()[0] == b"b":
+                break
+    else:
+        pytest.fail("the server was not found again")
+    client.close()
+    again.stop()
+
+
+@pytest.mark.parametrize("unix", [False, True], ids=["tcp", "unix"])
+def test_an_update_that_was_given_up_is_not_applied_with_other_values(
+    unix: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeroMQ queues the caller's own memory, which is the caller's again when the call fails."""
+    if not unix:
+        monkeypatch.setattr(transport, "_local", lambda address: None)
+    specs = (TableSpec(name="t", segments=(Segment(dim=4, initializer=Zeros()),)),)
+    server = TableServer(specs, index=0, of=1).serve("tcp://127.0.0.1:0")
+    address = server.address
+    patience = Patience(reply_s=0.5, repeats=0)
+    rows: RowsOverServers = connect([address], specs, patience=patience).shard
+    server.stop()
+    added = torch.ones(20_000, 4)
+    with pytest.raises(ServerLost):
+        rows.assign_add(groups(20_000), [added], ctx=StepContext())
+    added.fill_(5.0)
+    server = TableServer(specs, index=0, of=1).serve(address)
+    other = connect([address], specs).shard
+    for _ in range(50):
+        with contextlib.suppress(ServerLost):
+            rows.find(groups(1))
+            break
+    assert set(other.find(groups(20_000)).weights[0].unique().tolist()) <= {0.0, 1.0}
+    other.servers.close()
+    rows.servers.close()
+    server.stop()
+
+
+def test_a_server_that_moved_wakes_who_waits_for_it() -> None:
+    slow, other = Slow(), Slow()
+    client = Client([slow.server.address])
+    calls = [client.call(0, b"slow", timeout_s=600) for _ in range(2)]
+    threads = [threading.Thread(target=call.exception, daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    client.move(0, other.server.address)
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    client.close()
+    for one in (slow, other):
+        one.open.set()
+        one.server.stop()
