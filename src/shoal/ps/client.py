@@ -144,6 +144,7 @@ class Servers:
         )
         self._numbers = [0] * self.count
         self._updating = threading.Lock()
+        self._lost = [0] * self.count  # own updates, as each server last said
         self._identities = [""] * self.count  # not known before the greeting
         # Above those of a process that had this name before.
         self._numbers_once = itertools.count(time.time_ns())
@@ -170,14 +171,16 @@ class Servers:
         """
         try:
             self._sender.close()
-            with contextlib.suppress(ShoalError):  # a server is down, or this was closed before
-                if self._updating.acquire(blocking=False):  # else another thread still waits
-                    try:
-                        self._count_lost(replace(self._patience, repeats=0, reply_s=_GOODBYE_S))
-                    finally:
-                        self._updating.release()
         finally:
-            self._client.close()
+            try:
+                with contextlib.suppress(ShoalError):  # a server is down, or this was closed before
+                    if self._updating.acquire(blocking=False):  # else another thread still waits
+                        try:
+                            self._count_lost(replace(self._patience, repeats=0, reply_s=_GOODBYE_S))
+                        finally:
+                            self._updating.release()
+            finally:
+                self._client.close()
 
     def count_lost(self) -> int:
         """How many updates of this worker servers have lost, once all have arrived.
@@ -195,8 +198,13 @@ class Servers:
         asked: Asked = Head(method="count_lost"), []
         requests = [asked if last else None for last in self._numbers]
         replies = self._asked(requests, self._numbers, patience)
-        self.staleness.lost = sum(int(said) for said, _ in replies if said)
+        self._note_lost({n: int(said) for n, (said, _) in enumerate(replies) if said})
         return self.staleness.lost
+
+    def _note_lost(self, by_server: Mapping[int, int]) -> None:
+        for server, lost in by_server.items():
+            self._lost[server] = lost
+        self.staleness.lost = sum(self._lost)
 
     def follow(self, book: Mapping[int, str]) -> None:
         """Call servers where an address book has them; who is not in it stays where it was."""
@@ -263,7 +271,9 @@ class Servers:
 
         def send() -> None:
             replies = self._updated(requests)
-            self.staleness.updated([int(said) for said, _ in replies if said])
+            told = {n: json.loads(said) for n, (said, _) in enumerate(replies) if said}
+            self.staleness.updated([behind for behind, _ in told.values()])
+            self._note_lost({server: lost for server, (_, lost) in told.items()})
 
         self._sender.send(send)
 

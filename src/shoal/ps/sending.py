@@ -31,7 +31,8 @@ class Staleness:
             its update, in all and at most.
         repeated: requests that were sent again for they had no reply.
         hedged: reads that were sent again for their reply was late.
-        lost: own updates that servers lost, as last counted (`Servers.count_lost`).
+        lost: own updates that servers lost, as servers last said: with each
+            update, and when asked (`Servers.count_lost`).
     """
 
     lookups: int = 0

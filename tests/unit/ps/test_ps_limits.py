@@ -22,11 +22,11 @@ from shoal.comm import transport
 from shoal.comm.transport import Client, Frames, Server
 from shoal.config.build import build_parts, build_tables, open_data
 from shoal.errors import InputError, ServerLost, ShoalError
-from shoal.ps.client import Patience, RowsOverServers, connect, health_of
+from shoal.ps.client import Patience, RowsOverServers, ServerTicket, connect, health_of
 from shoal.ps.saving import ServerSaver
 from shoal.ps.server import TableServer
 from shoal.rules.initializers import Zeros
-from shoal.table.shard import IdGroups, StepContext
+from shoal.table.shard import GradRecord, IdGroups, StepContext
 from support.ranks import free_port
 from support.small_runs import small_run
 
@@ -165,6 +165,44 @@ def test_updates_that_a_server_lost_are_counted_at_the_end() -> None:
     (health,) = health_of([server.address])
     assert health is not None
     assert health["lost"] == 2
+    server.stop()
+
+
+def test_an_update_brings_the_count_of_those_that_were_lost() -> None:
+    """What a run logs as `servers/lost`: nobody asks for it before the end."""
+    table = TableServer(SPECS, index=0, of=1)
+    server = table.serve("tcp://127.0.0.1:0")
+    rows: RowsOverServers = connect([server.address], SPECS, worker="w").shard
+    yes = torch.ones(2, dtype=torch.bool)
+    found = ServerTicket(groups(2), torch.ones(2, dtype=torch.int64), yes, yes, 0, (), (0,))
+    with table.between_updates() as state:
+        saved = state
+    for _ in range(2):
+        rows.assign_add(groups(2), [torch.ones(2, 64)], ctx=StepContext())
+    server.stop()
+    restarted = TableServer(SPECS, index=0, of=1)
+    restarted.resume(saved)
+    server = restarted.serve(server.address)
+    record = GradRecord(found, (torch.ones(2, 64),))
+    rows.apply_summed(rows.sum_grads([record]), [record], ctx=StepContext())
+    assert rows.servers.staleness.scalars()["servers/lost"] == 2
+    rows.servers.close()
+    server.stop()
+
+
+def test_lost_updates_are_counted_at_the_end_though_an_update_failed() -> None:
+    server = TableServer(SPECS, index=0, of=1).serve("tcp://127.0.0.1:0")
+    rows: RowsOverServers = connect([server.address], SPECS, stale_updates=1).shard
+    counted: list[bool] = []
+    rows.servers._count_lost = lambda _: len(counted.append(True) or counted)  # type: ignore[func-returns-value,method-assign]
+
+    def fail() -> None:
+        raise ServerLost("an update")
+
+    rows.servers._sender.send(fail)
+    with pytest.raises(ServerLost, match="an update"):
+        rows.servers.close()
+    assert counted == [True]
     server.stop()
 
 
