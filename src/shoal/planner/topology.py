@@ -519,11 +519,12 @@ def read_measured(path: str | Path) -> dict[str, Any]:
     text = _read(path, "measured topology")
     try:
         content = json.loads(text)
-        if content.pop("format") != _FORMAT:
-            allowed = f"{_FORMAT!r}"
-            raise _bad(
-                f"measured topology {path}", "made by another version", allowed, "Measure again."
-            )
+        if (written := content.pop("format")) != _FORMAT:
+            if not str(written).startswith("shoal-topology"):
+                raise KeyError("format")
+            what, got = f"measured topology {path}", "a file made by another version"
+            remedy = "Measure again: shoal plan calibrate."
+            raise _bad(what, got, f"format {_FORMAT!r}", remedy)
         curves = {"gather", "update"}
         speeds: dict[str, Any] = {
             name: tuple((float(x), float(y)) for x, y in value) if name in curves else value
