@@ -144,7 +144,6 @@ class Servers:
         )
         self._numbers = [0] * self.count
         self._updating = threading.Lock()
-        self._lost = [0] * self.count  # own updates, as each server last said
         self._identities = [""] * self.count  # not known before the greeting
         # Above those of a process that had this name before.
         self._numbers_once = itertools.count(time.time_ns())
@@ -169,18 +168,17 @@ class Servers:
         Raises:
             ShoalError: one of them failed.
         """
-        try:
-            self._sender.close()
-        finally:
+        # A server may be down, or this closed before, or another thread still waits.
+        with contextlib.closing(self._client):
             try:
-                with contextlib.suppress(ShoalError):  # a server is down, or this was closed before
-                    if self._updating.acquire(blocking=False):  # else another thread still waits
-                        try:
-                            self._count_lost(replace(self._patience, repeats=0, reply_s=_GOODBYE_S))
-                        finally:
-                            self._updating.release()
+                self._sender.close()
             finally:
-                self._client.close()
+                if self._updating.acquire(blocking=False):
+                    try:
+                        with contextlib.suppress(ShoalError):
+                            self._count_lost(replace(self._patience, repeats=0, reply_s=_GOODBYE_S))
+                    finally:
+                        self._updating.release()
 
     def count_lost(self) -> int:
         """How many updates of this worker servers have lost, once all have arrived.
@@ -198,13 +196,9 @@ class Servers:
         asked: Asked = Head(method="count_lost"), []
         requests = [asked if last else None for last in self._numbers]
         replies = self._asked(requests, self._numbers, patience)
-        self._note_lost({n: int(said) for n, (said, _) in enumerate(replies) if said})
-        return self.staleness.lost
-
-    def _note_lost(self, by_server: Mapping[int, int]) -> None:
-        for server, lost in by_server.items():
-            self._lost[server] = lost
-        self.staleness.lost = sum(self._lost)
+        return self.staleness.counted_lost(
+            {n: int(said) for n, (said, _) in enumerate(replies) if said}
+        )
 
     def follow(self, book: Mapping[int, str]) -> None:
         """Call servers where an address book has them; who is not in it stays where it was."""
@@ -273,7 +267,7 @@ class Servers:
             replies = self._updated(requests)
             told = {n: json.loads(said) for n, (said, _) in enumerate(replies) if said}
             self.staleness.updated([behind for behind, _ in told.values()])
-            self._note_lost({server: lost for server, (_, lost) in told.items()})
+            self.staleness.counted_lost({server: lost for server, (_, lost) in told.items()})
 
         self._sender.send(send)
 
