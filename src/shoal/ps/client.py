@@ -196,9 +196,8 @@ class Servers:
         asked: Asked = Head(method="count_lost"), []
         requests = [asked if last else None for last in self._numbers]
         replies = self._asked(requests, self._numbers, patience)
-        return self.staleness.counted_lost(
-            {n: int(said) for n, (said, _) in enumerate(replies) if said}
-        )
+        found = enumerate(said for said, _ in replies)
+        return self.staleness.counted_lost({n: int(said) for n, said in found if said})
 
     def follow(self, book: Mapping[int, str]) -> None:
         """Call servers where an address book has them; who is not in it stays where it was."""
