@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import logging
 import math
 import os
 import queue
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 Frames = list[memoryview]
 Handler = Callable[[bytes, Frames], tuple[bytes, Sequence[Any]]]
 """(head, frames) of a request -> those of its reply; called by several threads at once."""
+
+_LOG = logging.getLogger(__name__)
 
 _DONE, _FAILED = b"\0", b"\1"
 _NUMBER = 8  # bytes of a request's number
@@ -195,8 +198,11 @@ class Server:
             ) from None
         self.address: str = self._socket.last_endpoint.decode()
         if (name := _local(self.address)) is not None:
-            with contextlib.suppress(zmq.ZMQError):  # not Linux, or another's: by TCP then
+            try:
                 self._socket.bind(f"ipc://@{name}")
+            except zmq.ZMQError as error:  # not Linux, or another's: by TCP then
+                if error.errno != zmq.EPROTONOSUPPORT:
+                    _LOG.warning("no Unix socket @%s (%s): local clients use TCP", name, error)
         self._work: queue.Queue[list[Any] | None] = queue.Queue(waiting)
         self._replies = self._context.socket(zmq.PULL)
         self._replies.bind("inproc://replies")
@@ -323,6 +329,10 @@ class _Move:
 class Client:
     """Calls to some servers; any thread may call. A server that comes back is connected again.
 
+    A lost Unix socket, or a call without a reply in time, has the server connected from scratch:
+    what still waited to be sent is dropped (frames are the caller's again), and other calls that
+    were under way there may be lost too.
+
     It has no thread: of those that wait for replies, one sends and receives for all. Few requests
     to a server are under way at once; others wait here, until their deadlines.
 
@@ -361,8 +371,9 @@ class Client:
             self._context.destroy(linger=0)
             raise
         self._poller = zmq.Poller()
-        for socket in (self._bell_end, *self._sockets):
-            self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(self._bell_end, zmq.POLLIN)
+        for socket in self._sockets:
+            self._watched(socket)
         self._numbers = itertools.count()
         self._calls: dict[bytes, _Call] = {}  # under way
         self._held: list[deque[_Call]] = [deque() for _ in addresses]
@@ -377,10 +388,15 @@ class Client:
         _watch(socket)
         if self._secret is not None:
             self._secret.join(socket)
+        nearest = _nearest(address)
+        if nearest != address:
+            # Its owner is checked before each connection, which ZeroMQ's own reconnecting is not.
+            socket.reconnect_ivl = -1
+            socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
-            socket.connect(_nearest(address))
+            socket.connect(nearest)
         except zmq.ZMQError as error:
-            socket.close(linger=0)
+            _close(socket)
             raise ConfigError(
                 "address of a server",
                 got=f"{address}: {error.strerror}",
@@ -388,6 +404,41 @@ class Client:
                 remedy="Give the address that the server prints.",
             ) from None
         return socket
+
+    def _watched(self, socket: Any) -> None:
+        zmq = _package()
+        for one in (socket, _monitor(socket)):
+            if one is not None:
+                self._poller.register(one, zmq.POLLIN)
+
+    def _replace(self, server: int, socket: Any, got: str) -> None:
+        """Use another connection; calls under way over the old one are lost."""
+        old = self._sockets[server]
+        for one in (old, _monitor(old)):
+            if one is not None:
+                self._poller.unregister(one)
+        _close(old)
+        self._sockets[server] = socket
+        self._watched(socket)
+        for number in [n for n, one in self._calls.items() if one.server == server]:
+            _fail(self._calls.pop(number), got)
+        with self._left:
+            self._left.notify_all()
+
+    def _reconnect(self, server: int) -> None:
+        try:
+            socket = self._connected(self._addresses[server])
+        except (ShoalError, OSError) as error:  # the old one stays
+            _LOG.warning("server %d could not be connected again: %s", server, error)
+        else:
+            self._replace(server, socket, "a connection that was lost")
+
+    def _reconnect_lost(self) -> None:
+        """Servers whose Unix sockets were closed: these do not reconnect by themselves."""
+        for server, socket in enumerate(self._sockets):
+            monitor = _monitor(socket)
+            if monitor is not None and monitor.poll(0):
+                self._reconnect(server)
 
     def call(
         self, server: int, head: bytes, frames: Sequence[Any] = (), *, timeout_s: float
@@ -500,34 +551,42 @@ class Client:
         for socket in self._sockets:
             if socket in ready:
                 _settle(self._calls, socket.recv_multipart(copy=False))
-        now = time.monotonic()
-        for number in [n for n, call in self._calls.items() if call.deadline <= now]:
-            _fail(self._calls.pop(number), "no reply in time")
-        for line in self._held:
-            for call in [call for call in line if call.deadline <= now]:
-                line.remove(call)
-                _fail(call, "a server that takes no more requests")
+        self._reconnect_lost()
+        self._give_up()
         if self._closed:
             self._end()
         with self._left:
             self._left.notify_all()
 
+    def _give_up(self) -> None:
+        """Fail calls whose deadlines have passed, when nothing of them can be sent any more."""
+        now = time.monotonic()
+        late = [n for n, call in self._calls.items() if call.deadline <= now]
+        given_up = [self._calls.pop(number) for number in late]
+        held = [call for line in self._held for call in line if call.deadline <= now]
+        for call in held:
+            self._held[call.server].remove(call)
+        waiting = {call.server for call in self._calls.values()}
+        for server in {call.server for call in (*given_up, *held)}:
+            shares = any(_is_shared(call) for call in given_up if call.server == server)
+            if shares or server not in waiting:
+                self._reconnect(server)
+        for call in given_up:
+            _fail(call, "no reply in time")
+        for call in held:
+            _fail(call, "a server that takes no more requests")
+
     def _send(self) -> bool:
         """What is asked, as far as it may be under way; False: a socket takes no more."""
         if self._ended:
             return True
-        zmq = _package()
+        self._reconnect_lost()
         while self._asked:
             call = self._asked.popleft()
             if isinstance(call, _Call):
                 self._held[call.server].append(call)
                 continue
-            self._poller.unregister(self._sockets[call.server])
-            self._sockets[call.server].close(linger=0)
-            self._sockets[call.server] = call.socket
-            self._poller.register(call.socket, zmq.POLLIN)
-            for number in [n for n, one in self._calls.items() if one.server == call.server]:
-                _fail(self._calls.pop(number), "a server that moved")
+            self._replace(call.server, call.socket, "a server that moved")
         pairs = zip(self._sockets, self._held, strict=True)
         return all([_sent(*pair, self._calls, self._numbers) for pair in pairs])
 
@@ -537,12 +596,31 @@ class Client:
         self._ended = True
         for one in self._asked:
             if isinstance(one, _Move):
-                one.socket.close(linger=0)
+                _close(one.socket)
         asked = [one for one in self._asked if isinstance(one, _Call)]
         for call in (*self._calls.values(), *(c for line in self._held for c in line), *asked):
             _fail(call, "a client that was closed")
         for socket in (self._bell_end, *self._sockets):
-            socket.close(linger=0)
+            _close(socket)
+
+
+def _monitor(socket: Any) -> Any:
+    """Where a Unix socket says that it was closed; None of others."""
+    return socket._monitor_socket
+
+
+def _close(socket: Any) -> None:
+    monitor = _monitor(socket)
+    if monitor is not None:
+        socket.disable_monitor()
+        monitor.close(linger=0)
+    socket.close(linger=0)
+
+
+def _is_shared(call: _Call) -> bool:
+    """Whether ZeroMQ reads frames where the caller has them: it copies smaller ones."""
+    zmq = _package()
+    return any(memoryview(part).nbytes >= zmq.COPY_THRESHOLD for part in call.parts)
 
 
 def _sent(
@@ -557,7 +635,7 @@ def _sent(
         number = next(numbers).to_bytes(_NUMBER, "little")
         try:
             socket.send_multipart([number, *held[0].parts], zmq.DONTWAIT, copy=False)
-        except zmq.Again:  # it is down, and as much waits for it as may
+        except zmq.Again:  # it is down, or as much waits for it as may
             return False
         calls[number] = held.popleft()
         room -= 1

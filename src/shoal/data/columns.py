@@ -76,9 +76,16 @@ class Rows:
 
 
 def decoded(column: pa.Array | pa.ChunkedArray) -> pa.Array:
-    """A column in one piece, without a dictionary that holds a null, which nobody would count."""
+    """A column in one piece, without a dictionary that holds a null, which nobody would count.
+
+    Views become text or bytes: Arrow has few functions of them.
+    """
     import pyarrow as pa
 
+    if pa.types.is_string_view(column.type):
+        column = column.cast(pa.large_string())
+    elif pa.types.is_binary_view(column.type):
+        column = column.cast(pa.large_binary())
     if isinstance(column, pa.ChunkedArray):
         column = column.unify_dictionaries().combine_chunks()
     if pa.types.is_dictionary(column.type) and column.dictionary.null_count:
@@ -168,8 +175,9 @@ def numbers(
     low: float = -np.inf,
     high: float = np.inf,
     remedy: str = "Correct the file, or name another column.",
+    kind: pa.DataType | None = None,
 ) -> Tensor:
-    """float32 [N], finite, from `low` to `high`; null and NaN become `fill` if it is given.
+    """float32 (or `kind`) [N], finite, from `low` to `high`; null and NaN become `fill`, if given.
 
     Raises:
         DataError: a value that is not so, text that is no number, or another type.
@@ -177,16 +185,17 @@ def numbers(
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    values = floats(column, name, rows, pa.float32())
+    kind = kind or pa.float32()
+    values = floats(column, name, rows, kind)
     if fill is not None:
         missing = pc.is_null(values, nan_is_null=True)
-        values = pc.if_else(missing, pa.scalar(fill, pa.float32()), values)
+        values = pc.if_else(missing, pa.scalar(fill, kind), values)
     rows.refuse_nulls(values, f"column {name!r}", remedy)
     values_N = as_numpy(values)
     bad_N = ~((values_N >= low) & (values_N <= high) & np.isfinite(values_N))
     if bad_N.any():
         row = _first(bad_N)
-        allowed = f"{low:g}..{high:g}" if np.isfinite(high) else "finite float32"
+        allowed = f"{low:g}..{high:g}" if np.isfinite(high) else f"finite {values_N.dtype}"
         allowed += f" of at least {low:g}" if np.isfinite(low) and not np.isfinite(high) else ""
         raise rows.error(f"column {name!r}", row, column[row].as_py(), allowed, remedy)
     return torch.from_numpy(values_N)

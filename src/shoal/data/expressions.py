@@ -16,6 +16,21 @@ import numpy as np
 
 from shoal.errors import ConfigError, unknown_name
 
+
+def _carrying(function: Any) -> Any:
+    """float64 of a function, 1.0 and 0.0 of a truth; NaN where an operand is missing."""
+
+    def evaluate(*operands: Any) -> Any:
+        missing = np.any(np.broadcast_arrays(*map(np.isnan, operands)), axis=0)
+        return np.where(missing, np.nan, function(*operands))
+
+    return evaluate
+
+
+def _chosen(test: Any, body: Any, orelse: Any) -> Any:
+    return np.where(np.isnan(test), np.nan, np.where(test, body, orelse))
+
+
 _OPERATORS: dict[type[ast.AST], Any] = {
     ast.Add: np.add,
     ast.Sub: np.subtract,
@@ -23,17 +38,18 @@ _OPERATORS: dict[type[ast.AST], Any] = {
     ast.Div: np.divide,
     ast.FloorDiv: np.floor_divide,
     ast.Mod: np.mod,
-    ast.Pow: np.float_power,
+    ast.Pow: _carrying(np.float_power),
     ast.USub: np.negative,
     ast.UAdd: np.positive,
-    ast.Not: np.logical_not,
-    ast.Eq: np.equal,
-    ast.NotEq: np.not_equal,
-    ast.Lt: np.less,
-    ast.LtE: np.less_equal,
-    ast.Gt: np.greater,
-    ast.GtE: np.greater_equal,
+    ast.Not: _carrying(np.logical_not),
+    ast.Eq: _carrying(np.equal),
+    ast.NotEq: _carrying(np.not_equal),
+    ast.Lt: _carrying(np.less),
+    ast.LtE: _carrying(np.less_equal),
+    ast.Gt: _carrying(np.greater),
+    ast.GtE: _carrying(np.greater_equal),
 }
+_AND, _OR = _carrying(np.logical_and), _carrying(np.logical_or)
 _PLAIN = (
     "abs arccos arccosh arcsin arcsinh arctan arctanh ceil cos cosh exp floor log log10 log1p log2 "
     "rint sign sin sinh sqrt tan tanh trunc"
@@ -41,13 +57,13 @@ _PLAIN = (
 _FUNCTIONS: dict[str, Any] = {name: getattr(np, name) for name in _PLAIN.split()} | {
     "avg": lambda *parts: sum(parts) / len(parts),
     "clip": np.clip,
-    "isnan": np.isnan,
+    "isnan": lambda x: np.isnan(x).astype(np.float64),
     "ln": np.log,
     "max": lambda first, *more: _folded(np.maximum, first, more),
     "min": lambda first, *more: _folded(np.minimum, first, more),
     "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
     "sum": lambda *parts: sum(parts),
-    "where": np.where,
+    "where": _chosen,
 }
 _CONSTANTS = {"pi": np.pi, "e": np.e, "nan": np.nan}
 _ALLOWED = (ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.Call, ast.Name,
@@ -91,7 +107,9 @@ class Formula:
                 raise unknown_name(f"name in expression {self.text!r}", name, known)
         if not self.names:
             raise _refused(self.text, "no variables", "a formula of columns")
-        self.evaluate({name: np.ones(1) for name in names})
+        found = self.evaluate({name: np.ones(2) for name in names})
+        if found.shape not in ((), (2,)):
+            raise _refused(self.text, f"shape {found.shape}", "one number of each example")
 
     def evaluate(self, variables: Mapping[str, Any]) -> Any:
         """float64 [N], of float64 [N] by name."""
@@ -139,7 +157,7 @@ def _evaluator(variables: Mapping[str, Any]) -> Any:
     )
 
     def truth(node: Any) -> Any:
-        join = np.logical_and if isinstance(node.op, ast.And) else np.logical_or
+        join = _AND if isinstance(node.op, ast.And) else _OR
         parts = [made._eval(part) for part in node.values]
         return _folded(join, parts[0], parts[1:])
 
@@ -147,13 +165,14 @@ def _evaluator(variables: Mapping[str, Any]) -> Any:
         sides = [made._eval(part) for part in (node.left, *node.comparators)]
         pairs = zip(node.ops, sides[:-1], sides[1:], strict=True)
         found = [_OPERATORS[type(op)](a, b) for op, a, b in pairs]
-        return _folded(np.logical_and, found[0], found[1:])
+        return _folded(_AND, found[0], found[1:])
 
     def choose(node: Any) -> Any:
-        return np.where(*(made._eval(part) for part in (node.test, node.body, node.orelse)))
+        return _chosen(*(made._eval(part) for part in (node.test, node.body, node.orelse)))
 
-    # Python's own take one truth value of a column.
+    # Python's own take one truth value of a column; sums of booleans would be truths.
     made.nodes |= {ast.BoolOp: truth, ast.Compare: compare, ast.IfExp: choose}
+    made.nodes[ast.Constant] = lambda node: float(node.value)
     return made
 
 

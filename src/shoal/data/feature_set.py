@@ -6,8 +6,9 @@ needs nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
@@ -22,6 +23,7 @@ from shoal.data import columns
 from shoal.data.columns import Rows, as_numpy
 from shoal.data.kinds import Kind, columns_of, renamed
 from shoal.data.values import (
+    MOST_COMBINATIONS,
     Given,
     IntArray,
     Values,
@@ -31,7 +33,7 @@ from shoal.data.values import (
     starts_of,
     within,
 )
-from shoal.errors import ConfigError, unknown_name
+from shoal.errors import ConfigError, DataError, unknown_name
 from shoal.ids import TEXT_TYPES, ids_of_text, mix64
 from shoal.ragged import KeyedRagged, Ragged
 
@@ -131,7 +133,11 @@ class Vocabulary:
         values = [str(value) for value in self.values]
         if self.file is not None:
             try:
-                values = Path(self.file).read_text("utf-8-sig").splitlines()
+                # Other ends of lines of Unicode may be part of a value.
+                lines = Path(self.file).read_bytes().decode("utf-8-sig").split("\n")
+                values = [
+                    line.removesuffix("\r") for line in lines if line or line is not lines[-1]
+                ]
             except (OSError, UnicodeError) as error:
                 remedy = "Check the path; write one value a line, in UTF-8."
                 raise ConfigError(what, got=error, allowed="a text file", remedy=remedy) from error
@@ -171,8 +177,12 @@ class Boundaries:
             raise ConfigError("edges of boundaries", got, "one or more, rising", remedy)
 
     def ids(self, array: pa.Array, name: str, rows: Rows) -> IntArray:
-        numbers = columns.numbers(array, name, replace(rows, spelled=True)).numpy()
-        edges = np.asarray(self.edges, np.float32)
+        import pyarrow as pa
+
+        # float32 columns meet edges rounded like them; times in seconds need float64.
+        kind = pa.float32() if pa.types.is_float32(array.type) else pa.float64()
+        numbers = columns.numbers(array, name, replace(rows, spelled=True), kind=kind).numpy()
+        edges = np.asarray(self.edges, numbers.dtype)
         return np.searchsorted(edges, numbers, side="right").astype(np.int64)
 
 
@@ -212,9 +222,10 @@ class FeatureSpec:
     Args:
         name: of the feature.
         kind: what is computed.
-        default: takes the place of a missing value, of an empty list, and of an element that has
-            none; "" leaves it out (ids only). None: a missing value is an error, and a list that is
-            missing or empty has no ids.
+        default: takes the place of a missing value (of each column of a combo), of an empty list,
+            and of an element that has none; an empty sequence stays empty. "" leaves it out (ids
+            only). None: a missing value is an error, and a list that is missing or empty has no
+            ids.
         separator: splits text of several values; None: text is one value.
         sequence: computes each element of lists on its own; ids only.
         ids: how values become ids.
@@ -244,6 +255,8 @@ class FeatureSpec:
         for key, wrong, allowed in (
             ("default", dense and isinstance(self.default, str), "a number for a dense feature"),
             ("sequence", dense and self.sequence is not None, "ids of the numbers: set ids"),
+            ("sequence", self.sequence is not None and getattr(self.kind, "weighted", False),
+             "none of weighted ids"),
             ("width", self.width < 1 or (not dense and self.width > 1), "1, or more if dense"),
             ("max_length", self.max_length is not None and (dense or self.max_length < 1),
              "1 or more, of ids"),
@@ -271,10 +284,14 @@ class FeatureSpec:
         """The feature's values of N examples, of its columns [N]."""
         rows = replace(rows, feature=self.name)
         if self.sequence is None:
-            return self.kind.evaluate(Given(dict(given), size, self.separator, rows))
+            most = self.max_length or MOST_COMBINATIONS
+            own = Given(dict(given), size, self.separator, rows, most, self._fill(rows))
+            return self.kind.evaluate(own)
         elements, lengths = _elements(self.sequence, given, self.separator, rows)
         flat_rows = within(rows, lengths)
-        flat = Given(elements, int(lengths.sum()), self.separator, flat_rows)
+        flat = Given(
+            elements, int(lengths.sum()), self.separator, flat_rows, fill=self._fill(flat_rows)
+        )
         values = self.kind.evaluate(flat)
         array, weights = values.array, values.weights
         if values.lengths is not None:
@@ -288,6 +305,18 @@ class FeatureSpec:
             at = pa.array(starts_of(values.lengths)[:-1], mask=values.lengths == 0)
             array = array.take(at)
         return Values(_filled(array, self.default, self.name, flat_rows), lengths, weights)
+
+    def _fill(self, rows: Rows) -> Callable[[Values, str], Values] | None:
+        """Gives a column its default where it is missing, before it is crossed with others."""
+        if self.default == "":
+            return None
+
+        def filled(values: Values, name: str) -> Values:
+            if values.lengths is not None:
+                return values
+            return Values(_filled(values.array, self.default, name, rows))
+
+        return filled
 
 
 def _elements(
@@ -308,6 +337,8 @@ def _elements(
         if not columns.is_list(column.type):
             raise rows.wrong_type(name, column, "lists, or text with sequence.delimiter")
         if sequence.length is not None:
+            if pa.types.is_fixed_size_list(column.type):  # a slice would be filled up with nulls
+                column = column.cast(pa.list_(column.type.value_type))
             column = pc.list_slice(column, 0, sequence.length)
         lengths = lengths_of(column)
         if first is None:
@@ -328,11 +359,22 @@ def _uneven(rows: Rows, row: int, one: tuple[str, int], other: tuple[str, int]) 
     return rows.error(f"sequence {one[0]!r}", row, got, "sequences of one length", remedy)
 
 
+def _without_nan(array: pa.Array) -> pa.Array:
+    """NaN is a missing number."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if pa.types.is_floating(array.type) and pc.any(pc.is_nan(array)).as_py():
+        return pc.if_else(pc.is_nan(array), pa.scalar(None, array.type), array)
+    return array
+
+
 def _filled(array: pa.Array, default: Any, name: str, rows: Rows) -> pa.Array:
     """Values without nulls."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
+    array = _without_nan(array)
     if array.null_count and default not in (None, ""):
         if pa.types.is_null(array.type):
             return pa.array([default] * len(array))
@@ -506,9 +548,10 @@ class FeatureSet:
         done: dict[str, Any] = {}
 
         def compute(spec: FeatureSpec) -> tuple[FeatureSpec, Values, Any]:
-            values = spec.evaluate({name: arrays[name] for name in spec.inputs}, size, rows)
             own = replace(rows, feature=spec.name)
-            made = None if spec.stub else (_dense if spec.is_dense else _ids)(spec, values, own)
+            with _as_data_error(spec, own):
+                values = spec.evaluate({name: arrays[name] for name in spec.inputs}, size, rows)
+                made = None if spec.stub else (_dense if spec.is_dense else _ids)(spec, values, own)
             return spec, values, made
 
         def note(found: tuple[FeatureSpec, Values, Any]) -> None:
@@ -542,6 +585,25 @@ class FeatureSet:
         return result
 
 
+@contextmanager
+def _as_data_error(spec: FeatureSpec, rows: Rows) -> Iterator[None]:
+    """What Arrow refuses, as an error that names the feature and its columns."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except pa.ArrowMemoryError:
+        raise
+    except pa.ArrowException as error:
+        named = ", ".join(map(repr, spec.inputs))
+        raise DataError(
+            f"column {named} for feature {spec.name!r} of {rows.where}",
+            got=error,
+            allowed="values that the feature takes; text in UTF-8",
+            remedy="Convert the column, or correct the data.",
+        ) from error
+
+
 def _dense(spec: FeatureSpec, values: Values, rows: Rows) -> Tensor:
     """float32 [N], or [N, width] of lists."""
     fill = None if spec.default is None else float(spec.default)
@@ -572,6 +634,8 @@ def _ids(
     """int64 [N], or jagged, and weights of ids."""
     name = spec.inputs[0] if len(spec.inputs) == 1 else spec.name
     array, lengths, weights = values.array, values.lengths, values.weights
+    if lengths is None:
+        array = _without_nan(array)
     if spec.kind.numeric and lengths is None and columns.is_text(array):
         numbers = floats(array, name, rows)
         import pyarrow as pa

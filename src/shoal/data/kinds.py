@@ -150,6 +150,8 @@ class Combo:
         import pyarrow as pa
 
         read = [given.values(name) for name in self.columns]
+        if given.fill is not None:
+            read = [given.fill(*pair) for pair in zip(read, self.columns, strict=True)]
         whole = all(one.lengths is None and not one.array.null_count for one in read)
         listed = [(one.array, np.ones(0, np.int64)) if whole else one.listed() for one in read]
         ids = [
@@ -158,7 +160,7 @@ class Combo:
         ]
         if whole:
             return Values(pa.array(cross(ids).numpy()))
-        places, counts = product([lengths for _, lengths in listed])
+        places, counts = product([n for _, n in listed], given.rows, given.most)
         picked = [own[torch.from_numpy(at)] for own, at in zip(ids, places, strict=True)]
         return Values(pa.array(cross(picked).numpy()), counts)
 
@@ -232,7 +234,9 @@ class Match:
         outer_keys = outer_keys.take(_indices(rows_of(lengths)))
         asked = [(outer_keys, self.pkey), (inner_keys, self.skey)]
         named = [(keys, *given.values(name).listed()) for keys, name in asked if name != _ALL]
-        wanted_places, counts = product([np.ones(given.size, np.int64), *(n[2] for n in named)])
+        wanted_places, counts = product(
+            [np.ones(given.size, np.int64), *(n[2] for n in named)], given.rows
+        )
         wanted = rows_of(counts)
         for (keys, values, _), places in zip(named, wanted_places[1:], strict=True):
             (own, others), size = codes(keys, values)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
+MOST_COMBINATIONS = 1 << 16
+"""Of one example, unless a feature's max_length says otherwise."""
 FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 
 
@@ -56,12 +58,16 @@ class Given:
         size: N.
         separator: what text of several values is split at; None: it is one value.
         rows: N rows, as messages name them.
+        most: combinations of an example's values.
+        fill: replaces what is missing by the feature's default; None: nothing is left out.
     """
 
     columns: dict[str, pa.Array]
     size: int
     separator: str | None
     rows: Rows
+    most: int = MOST_COMBINATIONS
+    fill: Callable[[Values, str], Values] | None = None
 
     def values(self, name: str) -> Values:
         """A column's values: lists, and text that is split, as lists."""
@@ -184,19 +190,29 @@ def codes(*arrays: pa.Array) -> tuple[list[IntArray], int]:
     return np.split(every, cuts), len(encoded.dictionary)
 
 
-def product(lengths: Sequence[IntArray]) -> tuple[list[IntArray], IntArray]:
+def product(
+    lengths: Sequence[IntArray], rows: Rows, most: int = MOST_COMBINATIONS
+) -> tuple[list[IntArray], IntArray]:
     """All combinations of one value of each of K lists, by example.
 
     Returns:
         for each list the places [M] of its values, and how many combinations [N] there are.
+
+    Raises:
+        DataError: an example with more than `most`.
     """
-    counts = np.prod(np.stack(lengths), axis=0)
-    rows = rows_of(counts)
-    left = np.arange(len(rows)) - starts_of(counts)[rows]
+    exact = np.prod(np.stack(lengths).astype(np.float64), axis=0)  # int64 would overflow
+    if (exact > most).any():
+        row = int(np.flatnonzero(exact > most)[0])
+        remedy = "Shorten the lists, or raise max_length."
+        raise rows.error("combinations", row, f"{exact[row]:.0f} ids", f"at most {most}", remedy)
+    counts = exact.astype(np.int64)
+    at = rows_of(counts)
+    left = np.arange(len(at)) - starts_of(counts)[at]
     places: list[IntArray] = []
     for own in reversed(lengths):
-        size = own[rows]
-        places.insert(0, starts_of(own)[rows] + left % size)
+        size = own[at]
+        places.insert(0, starts_of(own)[at] + left % size)
         left //= size
     return places, counts
 

@@ -119,6 +119,7 @@ class DenseRows:
 
     def pool(self, rows_E: Tensor, places: Places, ordered: KeyedRagged) -> tuple[Tensor, ...]:
         """One [B, width] per output, as a shard pools them."""
+        self._last = self._present()
         if rows_E.data_ptr() & _ALIGNED:
             rows_E = rows_E.clone()
         size = CHUNK_ROWS * self._form.weight_bytes

@@ -27,7 +27,7 @@ _QUANTITY = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*(?:([kMGTP]i?)?B(/s|/ms)?)
 _LEAST_BANDWIDTH, _MOST_BANDWIDTH = 1e6, 1e15  # bytes a second: a slow disk, and no machine at all
 _MOST_BYTES = 1 << 60
 _DEVICE_BYTES = 80 * 10**9
-_FORMAT = "shoal-topology"
+_FORMAT = "shoal-topology 2"
 
 
 def parse_bytes(what: str, value: object) -> int:
@@ -519,8 +519,12 @@ def read_measured(path: str | Path) -> dict[str, Any]:
     text = _read(path, "measured topology")
     try:
         content = json.loads(text)
-        if content.pop("format") != _FORMAT:
-            raise KeyError("format")
+        if (written := content.pop("format")) != _FORMAT:
+            if not str(written).startswith("shoal-topology"):
+                raise KeyError("format")
+            what, got = f"measured topology {path}", "a file made by another version"
+            remedy = "Measure again: shoal plan calibrate."
+            raise _bad(what, got, f"format {_FORMAT!r}", remedy)
         curves = {"gather", "update"}
         speeds: dict[str, Any] = {
             name: tuple((float(x), float(y)) for x, y in value) if name in curves else value

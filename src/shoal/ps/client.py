@@ -168,16 +168,17 @@ class Servers:
         Raises:
             ShoalError: one of them failed.
         """
-        try:
-            self._sender.close()
-            with contextlib.suppress(ShoalError):  # a server is down, or this was closed before
-                if self._updating.acquire(blocking=False):  # else another thread still waits
+        # A server may be down, or this closed before, or another thread still waits.
+        with contextlib.closing(self._client):
+            try:
+                self._sender.close()
+            finally:
+                if self._updating.acquire(blocking=False):
                     try:
-                        self._count_lost(replace(self._patience, repeats=0, reply_s=_GOODBYE_S))
+                        with contextlib.suppress(ShoalError):
+                            self._count_lost(replace(self._patience, repeats=0, reply_s=_GOODBYE_S))
                     finally:
                         self._updating.release()
-        finally:
-            self._client.close()
 
     def count_lost(self) -> int:
         """How many updates of this worker servers have lost, once all have arrived.
@@ -195,8 +196,8 @@ class Servers:
         asked: Asked = Head(method="count_lost"), []
         requests = [asked if last else None for last in self._numbers]
         replies = self._asked(requests, self._numbers, patience)
-        self.staleness.lost = sum(int(said) for said, _ in replies if said)
-        return self.staleness.lost
+        found = enumerate(said for said, _ in replies)
+        return self.staleness.counted_lost({n: int(said) for n, said in found if said})
 
     def follow(self, book: Mapping[int, str]) -> None:
         """Call servers where an address book has them; who is not in it stays where it was."""
@@ -263,7 +264,9 @@ class Servers:
 
         def send() -> None:
             replies = self._updated(requests)
-            self.staleness.updated([int(said) for said, _ in replies if said])
+            told = {n: json.loads(said) for n, (said, _) in enumerate(replies) if said}
+            self.staleness.updated([behind for behind, _ in told.values()])
+            self.staleness.counted_lost({server: lost for server, (_, lost) in told.items()})
 
         self._sender.send(send)
 

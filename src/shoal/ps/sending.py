@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.comm.transport import wait_for
@@ -31,7 +31,8 @@ class Staleness:
             its update, in all and at most.
         repeated: requests that were sent again for they had no reply.
         hedged: reads that were sent again for their reply was late.
-        lost: own updates that servers lost, as last counted (`Servers.count_lost`).
+        lost: own updates that servers lost, as servers last said: with each
+            update, and when asked (`Servers.count_lost`).
     """
 
     lookups: int = 0
@@ -43,6 +44,7 @@ class Staleness:
     repeated: int = 0
     hedged: int = 0
     lost: int = 0
+    _lost_by: dict[int, int] = field(default_factory=dict, repr=False)
 
     def looked_up(self, on_their_way: int) -> None:
         """A lookup is sent; this number of own updates have no reply yet."""
@@ -55,6 +57,12 @@ class Staleness:
         self.updates += len(behind)
         self.behind += sum(behind)
         self.most_behind = max([self.most_behind, *behind])
+
+    def counted_lost(self, by_server: dict[int, int]) -> int:
+        """What some servers have lost so far; how much all have."""
+        self._lost_by |= by_server
+        self.lost = sum(self._lost_by.values())
+        return self.lost
 
     def scalars(self) -> dict[str, float]:
         """What a run logs: updates that the mean lookup lacked, and what was sent again so far."""

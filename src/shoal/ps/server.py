@@ -350,7 +350,9 @@ class TableServer:
             if fresh:
                 ctx = head.context()
                 self.shard.apply_ids(groups, sets[0], counts_N, ctx=ctx, seen_weights=seen)
-        return b"" if head.seen is None else b"%d" % behind, []
+        if head.seen is None:
+            return b"", []
+        return json.dumps([behind, self._worker(head).lost]).encode(), []
 
     def _averaged(self, head: Head, frames: Frames) -> Reply:
         """A worker's share moves the average once, though its reply be lost."""

@@ -136,7 +136,7 @@ class TestIds:
         assert ids(rows, Combo(columns=("a", "c"))) == [expected, []]
         assert ids(rows, Combo(columns=("a", "c")), default=5) == [expected, [5]]
         nulls = table(a=["x", None], b=[1, 2])
-        assert ids(nulls, Combo(columns=("a", "b"))) == [[pair[0]], []]
+        assert ids(nulls, Combo(columns=("a", "b")), default="") == [[pair[0]], []]
 
     def test_lookup(self) -> None:
         rows = table(m=["a:1|b:2", "c:3", ""], k=["b", "a", "c"])
@@ -180,6 +180,74 @@ class TestIds:
         assert ids(rows, BoolMask(column="n", mask="k")) == [[5], []]
         with pytest.raises(DataError, match=r"row 0.*2 values for 3"):
             ids(rows, BoolMask(column="f", mask="k"), separator=",")
+
+
+class TestLimits:
+    def test_boundaries_of_times(self) -> None:
+        time_s = 1_700_000_000
+        rows = table(f=[time_s - 1, time_s, time_s + 1])
+        assert ids(rows, Id(), ids=Boundaries(edges=(time_s,))) == [[0], [1], [1]]
+
+    def test_a_default_takes_the_place_of_nan(self) -> None:
+        rows = table(f=[float("nan"), 2.0, None])
+        rule = Boundaries(edges=(1.0, 5.0))
+        assert ids(rows, Raw(), default=9.0, ids=rule) == [[2], [1], [2]]
+        assert ids(rows, Raw(), default="", ids=rule) == [[], [1], []]
+
+    def test_weights_have_no_sequence(self) -> None:
+        with pytest.raises(ConfigError, match="sequence of feature 'f'"):
+            FeatureSpec(name="f", kind=Id(weighted=True), sequence=ElementWise(delimiter=";"))
+
+    def test_lines_of_a_vocabulary_end_as_files_do(self, tmp_path: Path) -> None:
+        file = tmp_path / "known"
+        file.write_bytes("a\x0bb\r\nc\u2028d\r\ne".encode())
+        rule = Vocabulary(file=str(file))
+        rows = table(f=["a\x0bb", "c\u2028d", "e", "a"])
+        assert ids(rows, Id(), ids=rule) == [[0], [1], [2], [3]]
+
+    def test_a_length_above_that_of_lists(self) -> None:
+        lists = pa.array([[1, 2], [3, 4]], pa.list_(pa.int64(), 2))
+        found = ids(table(f=lists), Id(), sequence=ElementWise(length=3))
+        assert found == [[1, 2], [3, 4]]
+
+    def test_combinations_are_bounded_before_they_are_made(self) -> None:
+        rows = table(**{f"c{k}": [[1], [1] * 2000] for k in range(8)})
+        kind = Combo(columns=tuple(rows.column_names))
+        with pytest.raises(DataError, match=r"feature 'f' in row 1.*at most 65536"):
+            ids(rows, kind)
+        with pytest.raises(DataError, match=r"feature 'f' in row 1.*at most 9"):
+            ids(rows, kind, max_length=9)
+        outer = "|".join(["a^b:1"] * 2)
+        many = table(m=[outer], p=[["a"] * 300], s=[["b"] * 300])
+        with pytest.raises(DataError, match=r"feature 'f' in row 0.*90000 ids"):
+            ids(many, Match(nested_map="m", pkey="p", skey="s"))
+
+    def test_a_cross_of_what_is_missing(self) -> None:
+        rows = table(a=["x", None], b=[1, 2])
+        kind = Combo(columns=("a", "b"))
+        with pytest.raises(DataError, match=r"'a' for feature 'f' in row 1.*null"):
+            ids(rows, kind)
+        pair = cross([ids_of_text(["x", "none"]), torch.tensor([1, 2])]).tolist()
+        with pytest.raises(ConfigError, match="default"):
+            ids(table(a=["x", "y"], b=[None, 2]), kind, default="none")
+        assert ids(rows, kind, default="none") == [[pair[0]], [pair[1]]]
+        assert ids(rows, kind, default="") == [[pair[0]], []]
+
+    def test_what_arrow_refuses_names_the_column(self) -> None:
+        rows = table(f=pa.array([b"a", b"\xff"]))
+        with pytest.raises(DataError, match="column 'f' for feature 'f'"):
+            ids(rows, Id(), ids=Vocabulary(values=("a",)))
+
+    @pytest.mark.parametrize("kind", [pa.string_view(), pa.binary_view()])
+    def test_views_are_text(self, kind: Any) -> None:
+        rows = table(f=pa.array(["a|b", "", "c"]).cast(kind))
+        assert ids(rows, Id(), separator="|") == [text("a", "b"), [], text("c")]
+
+    def test_bytes_of_one_size_are_text_or_refused(self) -> None:
+        rows = table(f=pa.array([b"ab", b"cd"], pa.binary(2)))
+        assert ids(rows, Id()) == [text("ab"), text("cd")]
+        with pytest.raises(DataError, match="'f'"):
+            ids(rows, Id(), separator="|")
 
 
 class TestNumbers:

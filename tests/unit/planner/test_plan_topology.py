@@ -21,6 +21,7 @@ from shoal.planner.topology import (
     overridden,
     parse_bandwidth,
     parse_bytes,
+    read_measured,
     read_topology,
     show_bandwidth,
     show_bytes,
@@ -263,3 +264,10 @@ def test_reserves_without_sense_are_refused(tmp_path: Path, reserve: str) -> Non
     file.write_text(f"reserve: {reserve}\n")
     with pytest.raises(ConfigError, match="reserve"):
         read_topology(file)
+
+
+def test_speeds_of_another_version_are_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "measured.json"
+    path.write_text(json.dumps({"format": "shoal-topology", "rates": {"other": 1}}))
+    with pytest.raises(ConfigError, match="made by another version"):
+        read_measured(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -17,14 +18,15 @@ from typer.testing import CliRunner
 from shoal import Segment, TableSpec
 from shoal import config as settings
 from shoal.cli import app
+from shoal.comm import transport
 from shoal.comm.transport import Client, Frames, Server
 from shoal.config.build import build_parts, build_tables, open_data
 from shoal.errors import InputError, ServerLost, ShoalError
-from shoal.ps.client import Patience, RowsOverServers, connect, health_of
+from shoal.ps.client import Patience, RowsOverServers, ServerTicket, connect, health_of
 from shoal.ps.saving import ServerSaver
 from shoal.ps.server import TableServer
 from shoal.rules.initializers import Zeros
-from shoal.table.shard import IdGroups, StepContext
+from shoal.table.shard import GradRecord, IdGroups, StepContext
 from support.ranks import free_port
 from support.small_runs import small_run
 
@@ -166,6 +168,44 @@ def test_updates_that_a_server_lost_are_counted_at_the_end() -> None:
     server.stop()
 
 
+def test_an_update_brings_the_count_of_those_that_were_lost() -> None:
+    """What a run logs as `servers/lost`: nobody asks for it before the end."""
+    table = TableServer(SPECS, index=0, of=1)
+    server = table.serve("tcp://127.0.0.1:0")
+    rows: RowsOverServers = connect([server.address], SPECS, worker="w").shard
+    yes = torch.ones(2, dtype=torch.bool)
+    found = ServerTicket(groups(2), torch.ones(2, dtype=torch.int64), yes, yes, 0, (), (0,))
+    with table.between_updates() as state:
+        saved = state
+    for _ in range(2):
+        rows.assign_add(groups(2), [torch.ones(2, 64)], ctx=StepContext())
+    server.stop()
+    restarted = TableServer(SPECS, index=0, of=1)
+    restarted.resume(saved)
+    server = restarted.serve(server.address)
+    record = GradRecord(found, (torch.ones(2, 64),))
+    rows.apply_summed(rows.sum_grads([record]), [record], ctx=StepContext())
+    assert rows.servers.staleness.scalars()["servers/lost"] == 2
+    rows.servers.close()
+    server.stop()
+
+
+def test_lost_updates_are_counted_at_the_end_though_an_update_failed() -> None:
+    server = TableServer(SPECS, index=0, of=1).serve("tcp://127.0.0.1:0")
+    rows: RowsOverServers = connect([server.address], SPECS, stale_updates=1).shard
+    counted: list[bool] = []
+    rows.servers._count_lost = lambda _: len(counted.append(True) or counted)  # type: ignore[func-returns-value,method-assign]
+
+    def fail() -> None:
+        raise ServerLost("an update")
+
+    rows.servers._sender.send(fail)
+    with pytest.raises(ServerLost, match="an update"):
+        rows.servers.close()
+    assert counted == [True]
+    server.stop()
+
+
 def test_closing_does_not_wait_for_an_update_that_another_thread_repeats() -> None:
     server = TableServer(SPECS, index=0, of=1).serve("tcp://127.0.0.1:0")
     rows = connect([server.address], SPECS, patience=Patience(reply_s=600)).shard
@@ -279,11 +319,78 @@ def test_a_wait_may_be_shorter_than_a_call() -> None:
 
 
 def test_loopback_goes_by_a_unix_socket_of_the_same_user() -> None:
-    from shoal.comm import transport
-
     slow = Slow()
     port = slow.server.address.rpartition(":")[2]
     assert transport._nearest(slow.server.address) == f"ipc://@shoal-tcp-{port}"
     assert transport._nearest(f"tcp://127.0.0.1:{free_port()}").startswith("tcp://")
     assert transport._nearest("tcp://192.0.2.1:80") == "tcp://192.0.2.1:80"
     slow.server.stop()
+
+
+def test_a_server_that_comes_back_without_its_unix_socket_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow = Slow()
+    client = Client([slow.server.address])
+    assert client.call(0, b"a", timeout_s=60).result()[0] == b"a"
+    slow.server.stop()
+    with monkeypatch.context() as patched:
+        patched.setattr(transport, "_local", lambda address: None)
+        again = Server(slow.server.address, lambda head, frames: (head, []))
+    with socket.socket(socket.AF_UNIX) as probe, pytest.raises(ConnectionRefusedError):
+        probe.connect(f"\0{transport._local(again.address)}")
+    for _ in range(20):  # the first may still go to the one that has left
+        with contextlib.suppress(ServerLost):
+            if client.call(0, b"b", timeout_s=3).result()[0] == b"b":
+                break
+    else:
+        pytest.fail("the server was not found again")
+    client.close()
+    again.stop()
+
+
+@pytest.mark.parametrize("unix", [False, True], ids=["tcp", "unix"])
+def test_an_update_that_was_given_up_is_not_applied_with_other_values(
+    unix: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeroMQ queues the caller's own memory, which is the caller's again when the call fails."""
+    if not unix:
+        monkeypatch.setattr(transport, "_local", lambda address: None)
+    specs = (TableSpec(name="t", segments=(Segment(dim=4, initializer=Zeros()),)),)
+    server = TableServer(specs, index=0, of=1).serve("tcp://127.0.0.1:0")
+    address = server.address
+    patience = Patience(reply_s=0.5, repeats=0)
+    rows: RowsOverServers = connect([address], specs, patience=patience).shard
+    server.stop()
+    added = torch.ones(20_000, 4)
+    with pytest.raises(ServerLost):
+        rows.assign_add(groups(20_000), [added], ctx=StepContext())
+    added.fill_(5.0)
+    server = TableServer(specs, index=0, of=1).serve(address)
+    other = connect([address], specs).shard
+    for _ in range(50):
+        with contextlib.suppress(ServerLost):
+            rows.find(groups(1))
+            break
+    assert set(other.find(groups(20_000)).weights[0].unique().tolist()) <= {0.0, 1.0}
+    other.servers.close()
+    rows.servers.close()
+    server.stop()
+
+
+def test_a_server_that_moved_wakes_who_waits_for_it() -> None:
+    slow, other = Slow(), Slow()
+    client = Client([slow.server.address])
+    calls = [client.call(0, b"slow", timeout_s=600) for _ in range(2)]
+    threads = [threading.Thread(target=call.exception, daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    client.move(0, other.server.address)
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    client.close()
+    for one in (slow, other):
+        one.open.set()
+        one.server.stop()

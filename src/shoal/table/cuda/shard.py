@@ -197,6 +197,7 @@ class CudaShard:
             runs = self._stepper.start_runs(handles_N, shape.rooms, lease, stream)
             ticket = CudaTicket(
                 self,
+                self._turns,
                 groups,
                 shape,
                 handles_N,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -33,6 +35,18 @@ class _Recorded:
         self.replayed = False  # and nobody has waited for it yet
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Nothing is collected meanwhile: to destroy what is on the GPU would fail a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class Lease:
     """A recorded graph in use; goes back to its pool when nobody holds the lease.
 
@@ -54,11 +68,12 @@ class Lease:
 class _Size:
     """Lookups of one size: how many came, and their graphs that are free."""
 
-    __slots__ = ("made", "pool", "seen")
+    __slots__ = ("failed", "made", "pool", "seen")
 
     def __init__(self) -> None:
         self.seen = 0
         self.made = 0
+        self.failed = False  # to record one: it is not tried again
         self.pool: list[_Recorded] = []
 
 
@@ -126,7 +141,7 @@ class SideStream:
 
     def lease(self, n: int, rooms: Sequence[int], main: torch.cuda.Stream | None) -> Lease | None:
         """A graph for lookups of n ids, whose handles `main` may write; None where they have not
-        come often, graphs are out, or there are several row forms.
+        come often, graphs are out or cannot be recorded, or there are several row forms.
 
         rooms: capacity in positions of each row form.
         """
@@ -144,15 +159,22 @@ class SideStream:
         if size.seen <= _SEEN_BEFORE:
             return None
         if not size.pool:
-            free = torch.cuda.mem_get_info(self._device)[0]
-            if size.made >= _MOST_GRAPHS or free < 2 * _GRAPH_BYTES * n:
+            if size.failed or size.made >= _MOST_GRAPHS:
                 return None
-            size.made += 1
+            if torch.cuda.mem_get_info(self._device)[0] < 2 * _GRAPH_BYTES * n:
+                return None
             # The side's memory: an earlier step that freed some may still read it on `main`.
             self._stream.wait_stream(main)
-            with torch.cuda.stream(self._stream):
-                size.pool.append(_Recorded(n, rooms, self._device))
-            main.wait_stream(self._stream)
+            try:
+                with torch.cuda.stream(self._stream), _uncollected():
+                    made = _Recorded(n, rooms, self._device)
+            except RuntimeError:  # of memory too: the lookup does without
+                size.failed = True
+                return None
+            finally:
+                main.wait_stream(self._stream)
+            size.made += 1
+            size.pool.append(made)
         recorded = size.pool.pop()
         if recorded.replayed:  # by a lookup that was never stepped
             main.wait_event(recorded.done)

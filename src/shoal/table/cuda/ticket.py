@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from shoal.kernels.gradients import Runs, bags_of
+from shoal.kernels.launch import retire
 from shoal.table.cuda.calls import CallShape
 from shoal.table.cuda.side_stream import Lease
+from shoal.table.cuda.turns import Turns
 from shoal.table.shard import IdGroups, not_copied
 from shoal.uncompiled import uncompiled
 
@@ -31,7 +33,7 @@ class CudaTicket:
     """See `shoal.table.shard.Ticket`; ends with this object at the latest.
 
     Args:
-        shard: who issued it.
+        shard, turns: who issued it, and its turns.
         groups, shape: the call.
         handles_N: int32 [N] on the device, -1 where the id has no row.
         met_N: int8 [N] on the device: what `probe` reported while it inserted.
@@ -48,6 +50,7 @@ class CudaTicket:
         "_bags",
         "_lease",
         "_met_N",
+        "_turns",
         "counts_N",
         "event_time_s",
         "groups",
@@ -63,6 +66,7 @@ class CudaTicket:
     def __init__(
         self,
         shard: object,
+        turns: Turns,
         groups: IdGroups,
         shape: CallShape,
         handles_N: Tensor,
@@ -75,6 +79,7 @@ class CudaTicket:
         lease: Lease | None,
     ) -> None:
         self.shard = shard
+        self._turns = turns
         self.groups = groups
         self.shape = shape
         self.handles_N = handles_N
@@ -106,14 +111,22 @@ class CudaTicket:
     @property
     def admitted_N(self) -> Tensor:
         """bool [N] on the shard's device: the id has a row."""
-        return self.handles_N >= 0
+        with self._turns:
+            self._read()
+            return self.handles_N >= 0
 
     @property
     def found_N(self) -> Tensor:
         """bool [N] on the shard's device: the id had a row before this lookup. Waits for it."""
         # A row is new if one of its positions did not meet it.
-        handles_N, met_N = self.handles_N, self._met_N.view(torch.bool)
-        return met_N & ~torch.isin(handles_N, handles_N[~met_N & (handles_N >= 0)])
+        with self._turns:
+            self._read()
+            handles_N, met_N = self.handles_N, self._met_N.view(torch.bool)
+            return met_N & ~torch.isin(handles_N, handles_N[~met_N & (handles_N >= 0)])
+
+    def _read(self) -> None:
+        if self.stream is not self._turns.stream:
+            retire(self.handles_N, self._met_N)
 
     def end(self) -> None:
         """Release the rows; a second call does nothing."""
