@@ -210,6 +210,17 @@ def test_the_newest_versions_stay(run: Path, tmp_path: Path) -> None:
     assert exporting.versions_of(tmp_path) == [0, 10]
 
 
+def test_what_others_put_there_stays(run: Path, tmp_path: Path) -> None:
+    for name in ("2023", "007", "1"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "7").write_text("notes")
+    (tmp_path / "007" / "export.json").write_text("{}")
+    for version in (2, 3):
+        export(run, tmp_path, "--mode", "dense", "--version", str(version), "--keep", "1")
+    assert exporting.versions_of(tmp_path) == [3]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["007", "1", "2023", "3", "7"]
+
+
 def test_an_export_that_fails_leaves_no_version(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +261,8 @@ def test_a_module_that_torch_cannot_export_has_a_reason(dense: Path, tmp_path: P
         (("--shards", "2"), "shards"),
         (("--mode", "distributed", "--shards", "0"), "shards"),
         (("--keep", "0"), "versions to keep"),
+        (("--version=-1",), "version"),
+        (("--version", str(10**18)), "version"),
     ],
 )
 def test_options_that_do_not_go_together(
