@@ -316,9 +316,7 @@ def hash_range(index: int, of: int) -> tuple[int, int]:
     return start * ((1 << 64) // BUCKETS), stop * ((1 << 64) // BUCKETS)
 
 
-def _check(
-    config: RunConfig, mode: Mode, shards: int, version: int | None, keep: int
-) -> None:
+def _check(config: RunConfig, mode: Mode, shards: int, version: int | None, keep: int) -> None:
     problems: Sequence[tuple[bool, str, object, str]] = (
         (shards != 1 and mode != "distributed", "shards", shards, f"1 of a {mode} export"),
         (not 1 <= shards <= BUCKETS, "shards", shards, f"1..{BUCKETS}"),
