@@ -159,7 +159,15 @@ def serve(
         source: VersionSource
         if follow:
             secret = Secret.of_file(follow_token_file)
-            source = FollowedSource(_config(run), follow, share, name=name, secret=secret)
+            followed = _config(run)
+            if followed.distributed.path == "ps":
+                raise ConfigError(
+                    "option --follow of shoal serve",
+                    got="a run on parameter servers",
+                    allowed="a run whose own ranks publish",
+                    remedy="Its servers publish no dense weights: serve its run folder.",
+                )
+            source = FollowedSource(followed, follow, share, name=name, secret=secret)
         else:
             source = FolderSource(_folder(run), share, name=name, version=version)
         done, out = threading.Event(), console()

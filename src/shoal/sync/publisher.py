@@ -24,7 +24,15 @@ from torch import Tensor
 from shoal.comm.transport import Frames, Secret, Server
 from shoal.errors import ConfigError, DataError, InputError
 from shoal.placement import BUCKETS
-from shoal.sync.pages import PackedPage, Share, pack_dense, pages_of, sealed, unsealed
+from shoal.sync.pages import (
+    PackedPage,
+    Share,
+    check_dense,
+    pack_dense,
+    pages_of,
+    sealed,
+    unsealed,
+)
 from shoal.sync.status import FollowerStatus, PublisherStatus, Rate
 from shoal.table.hosting import HostedTables
 from shoal.table.native import TooManySnapshots
@@ -256,7 +264,9 @@ class Publisher:
         self._numbers = itertools.count(secrets.randbits(60))
         self._cursor: Cursor | None = None
         self._last_step = 0  # of the shard at the cursor
-        self._dense: tuple[int, bytes] = (0, b"")
+        self._dense: tuple[int, Mapping[str, Tensor]] = (0, {})
+        self._dense_packed: tuple[int, bytes] = (0, b"")
+        self._packing = threading.Lock()
         self._spool = _Spool()
         self._replicas: dict[str, tuple[float, Ask]] = {}  # when each asked last, and what
         self._checkpoints: dict[str, Cursor] = {}  # where those with a checkpoint follow on
@@ -352,14 +362,17 @@ class Publisher:
         )
 
     def publish_dense(self, tensors: Mapping[str, Tensor]) -> int:
-        """Offer dense weights, whole, in place of those before; their version.
+        """Offer a copy of dense weights, whole, in place of those before; their version.
+
+        They are packed once a replica asks for them.
 
         Raises:
             DataError: a dtype that cannot be sent, or more than a page takes.
         """
-        page = pack_dense(tensors)
+        check_dense(tensors)
+        copies = {k: one.detach().to("cpu", copy=True) for k, one in tensors.items()}
         with self._lock:
-            self._dense = self._dense[0] + 1, page
+            self._dense = self._dense[0] + 1, copies
             return self._dense[0]
 
     def _publish(self) -> int:
@@ -564,8 +577,11 @@ class Publisher:
         return None, [page] if page else []
 
     def _dense_page(self, ask: Ask) -> _Answer:
-        with self._lock:
-            version, page = self._dense
+        with self._packing:
+            version, tensors = self._dense
+            if version != self._dense_packed[0]:
+                self._dense_packed = version, pack_dense(tensors)
+            version, page = self._dense_packed
         return version, [page]
 
 

@@ -16,7 +16,7 @@ import torch
 
 from shoal import Segment, TableSpec
 from shoal.comm.transport import Server
-from shoal.errors import ConfigError, InputError
+from shoal.errors import ConfigError, DataError, InputError
 from shoal.placement import (
     Placement,
     column_wise,
@@ -28,7 +28,7 @@ from shoal.placement import (
     table_wise,
 )
 from shoal.rules.compressors import OneBit
-from shoal.sync.pages import DeletedIds, sealed, unpack, unsealed
+from shoal.sync.pages import DeletedIds, pack_dense, sealed, unpack, unpack_dense, unsealed
 from shoal.sync.publisher import Publisher
 from shoal.sync.replica import Replica
 from shoal.table.factory import make_shard
@@ -457,6 +457,30 @@ def test_a_turn_without_a_free_snapshot_loses_nothing() -> None:
         for one in held:
             one.close()
         shard.snapshot = snapshot
+
+
+def test_dense_weights_are_copied_at_once_and_packed_when_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packed: list[int] = []
+
+    def pack(tensors: Any) -> bytes:
+        packed.append(len(tensors))
+        return pack_dense(tensors)
+
+    monkeypatch.setattr("shoal.sync.publisher.pack_dense", pack)
+    publisher, weights = Publisher(trainers(1)[0]), torch.ones(3)
+    publisher.publish_dense({"w": weights})
+    weights.zero_()  # the next step
+    assert packed == []
+    for _ in range(2):
+        version, (page,) = asked(publisher, "dense")
+        assert version == 1 and unpack_dense(memoryview(page))["w"].tolist() == [1.0] * 3
+    assert packed == [1]
+    with pytest.raises(DataError, match="dtype of tensor"):
+        publisher.publish_dense({"w": torch.zeros(1, dtype=torch.complex64)})
+    with pytest.raises(DataError, match="bytes of a page"):
+        publisher.publish_dense({"w": torch.empty(1 << 29, device="meta")})
 
 
 def test_int8_tables_are_not_published() -> None:
