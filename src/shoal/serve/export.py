@@ -21,19 +21,19 @@ from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import claim
 from shoal.config import RunConfig
-from shoal.config.build import ModelParts
+from shoal.config.build import ModelParts, source_inputs
 from shoal.errors import CheckpointError, ConfigError
 from shoal.placement import BUCKETS, rank_buckets
 from shoal.serve.bundle import (
     CHECKPOINTS,
     CONFIG,
-    DENSE,
     SIGNATURE,
     ExportedTable,
     Part,
     Signature,
     signature_of,
 )
+from shoal.serve.signature import DENSE
 from shoal.sync.replica import serving_spec
 from shoal.table.factory import make_shard
 from shoal.table.hosting import HostedTables, plan_placement
@@ -272,6 +272,7 @@ class _Writer:
             self._parts,
             part=part,
             step=self._manifest.step,
+            lists=[one.name for one in source_inputs(config.data.source)[0] if one.is_list],
             num_dense=self._num_dense,
             amp=config.amp,
         )
