@@ -162,7 +162,7 @@ class _Pass:
     def __init__(self, ask: Ask, snapshot: Snapshot, pages: Iterator[PackedPage]) -> None:
         self.replica, self.snapshot = ask.replica, snapshot
         # A page is asked for TRIES times before its replica gives up.
-        self.idle_s = max(_GONE_S, 1.5 * TRIES * ask.reply_s)
+        self.idle_s = max(LONGEST_PAUSE_S, 1.5 * TRIES * ask.reply_s)
         self.used_s = time.monotonic()
         self.ended = False
         self._pages, self._lock = pages, threading.Lock()
