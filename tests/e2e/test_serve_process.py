@@ -109,5 +109,9 @@ def test_options_that_do_not_go_together(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, ["serve", str(tmp_path), *options])
         assert result.exit_code == 2
         assert "allowed" in result.stderr
+    file = tmp_path / "servers.yaml"
+    file.write_text(yaml.safe_dump({**TINY, "distributed": {"path": "ps"}}))
+    result = CliRunner().invoke(app, ["serve", str(file), "--follow", "tcp://127.0.0.1:1"])
+    assert (result.exit_code, "parameter servers" in result.stderr) == (2, True)
     result = CliRunner().invoke(app, ["serve", str(tmp_path)])
     assert (result.exit_code, "without a version" in result.stderr) == (2, True)

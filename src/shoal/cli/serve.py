@@ -169,8 +169,16 @@ def serve(
         source: VersionSource
         if follow:
             secret = Secret.of_file(follow_token_file)
+            followed = _config(run)
+            if followed.distributed.path == "ps":
+                raise ConfigError(
+                    "option --follow of shoal serve",
+                    got="a run on parameter servers",
+                    allowed="a run whose own ranks publish",
+                    remedy="Its servers publish no dense weights: serve its run folder.",
+                )
             source = FollowedSource(
-                _config(run), follow, share, name=name, secret=secret, checkpoint=_checkpoint(run)
+                followed, follow, share, name=name, secret=secret, checkpoint=_checkpoint(run)
             )
         else:
             source = FolderSource(_folder(run), share, name=name, version=version)

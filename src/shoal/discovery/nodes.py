@@ -106,14 +106,21 @@ class Nodes:
         return bool(self.tried(write))
 
     def release(self, path: str) -> None:
-        """Have a node no longer.
+        """Have a node no longer; one that another session has by now stays.
 
         Raises:
             ServerLost: ZooKeeper does not answer; the node ends with the session.
         """
+
+        def write() -> None:
+            with suppress(self.missing):
+                stat, session = self.asked("exists", path), self.client.client_id
+                if stat is not None and session is not None and stat.ephemeralOwner == session[0]:
+                    self.asked("delete", path)
+
         with self._lock:
             self._held.pop(path, None)
-        self.delete(path)
+        self.tried(write)
 
     def put(self, path: str, data: bytes = b"") -> None:
         """Make a node that stays, with the folders above it, or change its data.
@@ -161,14 +168,23 @@ class Nodes:
             there = self.asked("exists", path, watch=self.wake) is not None
         return None
 
-    def follow(self, look: Callable[[], None]) -> None:
+    def follow(self, look: Callable[[], None]) -> Callable[[], None]:
         """Call from a thread of its own, soon and whenever something that was read changed.
 
         It is called again after it raised.
+
+        Returns:
+            what ends that.
         """
         with self._lock:
             self._looks.append(look)
         self.wake()
+
+        def unfollow() -> None:
+            with self._lock, suppress(ValueError):
+                self._looks.remove(look)
+
+        return unfollow
 
     def close(self) -> None:
         """End the session, and with it its nodes. May be called twice."""

@@ -10,7 +10,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -21,11 +22,11 @@ from shoal.checkpoint import CheckpointStore
 from shoal.config import RunConfig
 from shoal.config.build import EMBEDDINGS, FIRST_ORDER, ModelParts, build_parts
 from shoal.errors import CheckpointError
+from shoal.serve.signature import DENSE, ExampleReader, ServedTensor
 
 Part = Literal["all", "entry", "ps", "dense"]
 """What of a model a bundle has: entry has the dense module and asks ps for rows."""
-DENSE = "dense"
-PREDICTION, LOGITS = "prediction", "logits"
+LOGITS = "logits"
 CONFIG, SIGNATURE, CHECKPOINTS = "config.yaml", "signature.json", "checkpoints"
 _Name = Annotated[str, Field(max_length=1000)]
 _Count = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -41,6 +42,7 @@ class TensorSignature(_Frozen):
     name: _Name
     dtype: Literal["float32", "int64"]
     shape: tuple[Annotated[int, Field(ge=-1)], ...]
+    optional: bool = False
 
 
 class ExportedTable(_Frozen):
@@ -61,7 +63,7 @@ class Signature(_Frozen):
         step: of training.
         features: id features in the order of a batch.
         num_dense: dense columns.
-        inputs, outputs: of a prediction: lists of ids [B, any], dense features, probabilities.
+        inputs, outputs: of a prediction, as a server of the bundle takes and gives them.
         dense_inputs, dense_outputs: of the dense module, in its order; its logits.
         dense_program: dense.pt2, or None and in `dense_problem` why there is none.
         amp: dtype of the dense module's products in training; the program has float32.
@@ -89,9 +91,9 @@ class Signature(_Frozen):
 
 
 def signature_of(
-    parts: ModelParts, *, part: Part, step: int, num_dense: int, amp: str
+    parts: ModelParts, *, part: Part, step: int, lists: Sequence[str], num_dense: int, amp: str
 ) -> Signature:
-    """The signature of a model, without tables."""
+    """The signature of a model, without tables; `lists` are the features with several ids."""
     count, dim = len(parts.features), parts.tables[0].segments[-1].dim
 
     def floats(name: str, *shape: int) -> TensorSignature:
@@ -101,18 +103,19 @@ def signature_of(
     rows = [floats(EMBEDDINGS, count, dim)]
     if any(layout.name == FIRST_ORDER for layout in parts.layouts):
         rows.append(floats(FIRST_ORDER, count))
-    ids = [
-        TensorSignature(name=one.name, dtype="int64", shape=(-1, one.max_length or -1))
-        for one in parts.features
-    ]
+
+    def as_served(tensors: Sequence[ServedTensor]) -> tuple[TensorSignature, ...]:
+        return tuple(TensorSignature.model_validate(asdict(one)) for one in tensors)
+
+    served = ExampleReader(parts, lists, num_dense).signature
     return Signature(
         model=parts.name,
         part=part,
         step=step,
         features=tuple(one.name for one in parts.features),
         num_dense=num_dense,
-        inputs=(*ids, *dense),
-        outputs=(floats(PREDICTION),),
+        inputs=as_served(served.inputs),
+        outputs=as_served(served.outputs),
         dense_inputs=(*dense, *rows),
         dense_outputs=(floats(LOGITS),),
         amp=amp,

@@ -21,19 +21,19 @@ from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import claim
 from shoal.config import RunConfig
-from shoal.config.build import ModelParts
+from shoal.config.build import ModelParts, source_inputs
 from shoal.errors import CheckpointError, ConfigError
 from shoal.placement import BUCKETS, rank_buckets
 from shoal.serve.bundle import (
     CHECKPOINTS,
     CONFIG,
-    DENSE,
     SIGNATURE,
     ExportedTable,
     Part,
     Signature,
     signature_of,
 )
+from shoal.serve.signature import DENSE
 from shoal.sync.replica import serving_spec
 from shoal.table.factory import make_shard
 from shoal.table.hosting import HostedTables, plan_placement
@@ -42,7 +42,7 @@ Mode = Literal["standalone", "distributed", "dense"]
 RowDType = Literal["float32", "float16"]
 
 EXPORT, PROGRAM, STATE = "export.json", "dense.pt2", "dense.pt"
-_VERSION = re.compile(r"[0-9]{1,18}")
+_VERSION = re.compile(r"0|[1-9][0-9]{0,17}")
 _PARTIAL, _REMOVED = ".partial-", ".removed-"
 _COMPARED = (1, 2, 7)  # batch sizes
 
@@ -111,7 +111,7 @@ def export(
         CheckpointError: no such checkpoint, one without rows, or of another model; another export
             of this version; or the folder cannot be written.
     """
-    _check(config, mode, shards, keep)
+    _check(config, mode, shards, version, keep)
     manifest = read_manifest(checkpoint)
     wanted = ExportedVersion(
         version=manifest.step if version is None else version,
@@ -167,9 +167,13 @@ def export(
 
 
 def versions_of(folder: str | Path) -> list[int]:
-    """Numbers of the versions below a folder, the newest last; all of them are whole."""
-    found = Path(folder).glob("*")
-    return sorted(int(one.name) for one in found if _VERSION.fullmatch(one.name))
+    """Numbers of the versions below a folder, the newest last; all of them are whole.
+
+    Only folders that `shoal export` wrote count.
+    """
+    found = Path(folder).glob(f"*/{EXPORT}")
+    names = [one.parent.name for one in found if one.is_file()]
+    return sorted(int(name) for name in names if _VERSION.fullmatch(name))
 
 
 def read_version(folder: str | Path) -> ExportedVersion:
@@ -268,6 +272,7 @@ class _Writer:
             self._parts,
             part=part,
             step=self._manifest.step,
+            lists=[one.name for one in source_inputs(config.data.source)[0] if one.is_list],
             num_dense=self._num_dense,
             amp=config.amp,
         )
@@ -312,11 +317,12 @@ def hash_range(index: int, of: int) -> tuple[int, int]:
     return start * ((1 << 64) // BUCKETS), stop * ((1 << 64) // BUCKETS)
 
 
-def _check(config: RunConfig, mode: Mode, shards: int, keep: int) -> None:
+def _check(config: RunConfig, mode: Mode, shards: int, version: int | None, keep: int) -> None:
     problems: Sequence[tuple[bool, str, object, str]] = (
         (shards != 1 and mode != "distributed", "shards", shards, f"1 of a {mode} export"),
         (not 1 <= shards <= BUCKETS, "shards", shards, f"1..{BUCKETS}"),
         (keep < 1, "versions to keep", keep, "at least 1"),
+        (version is not None and not 0 <= version < 10**18, "version", version, "0..10**18 - 1"),
         (
             mode != "dense" and config.distributed.path == "ps",
             "mode of a run on parameter servers",

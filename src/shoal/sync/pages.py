@@ -144,9 +144,19 @@ def pack_dense(tensors: Mapping[str, Tensor]) -> bytes:
     """Tensors by name, of any device.
 
     Raises:
+        DataError: as `check_dense`.
+    """
+    head = check_dense(tensors)
+    return _packed(head, [_bytes(value.detach().cpu()) for value in tensors.values()])
+
+
+def check_dense(tensors: Mapping[str, Tensor]) -> _Head:
+    """The head of a page of tensors.
+
+    Raises:
         DataError: a dtype that pages do not know, or more bytes than a page may have.
     """
-    heads, columns = [], []
+    heads = []
     for name, value in tensors.items():
         dtype = str(value.dtype).removeprefix("torch.")
         if dtype not in _DTYPES:
@@ -157,8 +167,9 @@ def pack_dense(tensors: Mapping[str, Tensor]) -> bytes:
                 remedy="Leave it out, or convert it.",
             )
         heads.append(_TensorHead(name=name, dtype=dtype, shape=tuple(value.shape)))
-        columns.append(_bytes(value.detach().cpu()))
-    return _packed(_Head(kind="dense", tensors=tuple(heads)), columns)
+    head = _Head(kind="dense", tensors=tuple(heads))
+    _text(head, sum(value.nbytes for value in tensors.values()))
+    return head
 
 
 def unpack(page: memoryview, specs: Sequence[TableSpec]) -> Page:
@@ -259,9 +270,9 @@ def unsealed(data: bytes) -> bytes:
     return data[4:]
 
 
-def _packed(head: _Head, columns: Sequence[np.ndarray[Any, Any]]) -> bytes:
+def _text(head: _Head, column_bytes: int) -> bytes:
     text = head.model_dump_json(exclude_defaults=True).encode()
-    size = _PREFIX.size + len(text) + sum(column.nbytes for column in columns)
+    size = _PREFIX.size + len(text) + column_bytes
     if size > MOST_BYTES:
         raise DataError(
             f"{head.kind} to publish",
@@ -269,6 +280,11 @@ def _packed(head: _Head, columns: Sequence[np.ndarray[Any, Any]]) -> bytes:
             allowed=f"at most {MOST_BYTES} bytes of a page",
             remedy="Publish a smaller module, or leave publish out.",
         )
+    return text
+
+
+def _packed(head: _Head, columns: Sequence[np.ndarray[Any, Any]]) -> bytes:
+    text = _text(head, sum(column.nbytes for column in columns))
     parts: list[Any] = [struct.pack("<I", len(text)), text]
     parts += [np.ascontiguousarray(column).view(np.uint8) for column in columns]
     crc32 = 0

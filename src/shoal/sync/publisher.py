@@ -24,17 +24,30 @@ from torch import Tensor
 from shoal.comm.transport import Frames, Secret, Server
 from shoal.errors import ConfigError, DataError, InputError
 from shoal.placement import BUCKETS
-from shoal.sync.pages import PackedPage, Share, pack_dense, pages_of, sealed, unsealed
+from shoal.sync.pages import (
+    PackedPage,
+    Share,
+    check_dense,
+    pack_dense,
+    pages_of,
+    sealed,
+    unsealed,
+)
 from shoal.sync.status import FollowerStatus, PublisherStatus, Rate
 from shoal.table.hosting import HostedTables
+from shoal.table.native import TooManySnapshots
 from shoal.table.shard import Snapshot
 from shoal.table.values import Cursor
 
 _log = logging.getLogger(__name__)
 
 MOST_PASSES = 2  # that are open at once; a shard has 8 snapshots for all purposes
-PASS_IDLE_S = 60.0
-_GONE_S = 5.0  # who has not asked for so long is away
+TRIES = 5  # of a page
+MOST_REPLY_S = 3600.0
+LONGEST_PAUSE_S = 5.0  # of a replica that failed
+_GONE_S = 2 * LONGEST_PAUSE_S  # who has not asked for so long is away
+_LISTED_S = 60.0  # who has asked since is in the status
+_MOST_SEGMENTS = 1000  # a page each costs more to ask for than a pass
 _LOOK_S = 0.02
 _MOST_REPLICAS = 10_000
 _MOST_CHECKPOINTS = 1000  # to follow on from
@@ -50,17 +63,18 @@ class Ask(BaseModel):
     Args:
         method: "hello": tables, rank and number of ranks; "after": segments after a version;
             "page": one of a segment; "pass": start a pass over all rows; "next": its next page;
-            "dense": tensors.
+            "dense": tensors; "goodbye": it asks no more.
         incarnation, version: what the replica has.
         checkpoint: id of the one that it has loaded, in place of both.
         share, of: which rows it wants: part `share` of `of` of the hashes.
         number, page: of a segment or pass, and of its page; of "after": of its dense weights.
         replica: who asks. It has one pass at a time.
+        reply_s: how long it waits for a reply.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    method: Literal["hello", "after", "page", "pass", "next", "dense"]
+    method: Literal["hello", "after", "page", "pass", "next", "dense", "goodbye"]
     incarnation: _Whole = 0
     version: _Whole = 0
     number: _Whole = 0
@@ -69,6 +83,7 @@ class Ask(BaseModel):
     checkpoint: Annotated[str, Field(max_length=100)] = ""
     share: Annotated[int, Field(ge=0, lt=BUCKETS)] = 0
     of: Annotated[int, Field(ge=1, le=BUCKETS)] = 1
+    reply_s: Annotated[float, Field(ge=0, le=MOST_REPLY_S)] = 10.0
 
     @model_validator(mode="after")
     def _in_range(self) -> Ask:
@@ -144,10 +159,10 @@ class _Segment:
 class _Pass:
     """All rows at one version, page by page; the last page may be asked for again."""
 
-    def __init__(
-        self, replica: str, snapshot: Snapshot, pages: Iterator[PackedPage], closed_s: float
-    ) -> None:
-        self.replica, self.snapshot, self.closed_s = replica, snapshot, closed_s
+    def __init__(self, ask: Ask, snapshot: Snapshot, pages: Iterator[PackedPage]) -> None:
+        self.replica, self.snapshot = ask.replica, snapshot
+        # A page is asked for TRIES times before its replica gives up.
+        self.idle_s = max(LONGEST_PAUSE_S, 1.5 * TRIES * ask.reply_s)
         self.used_s = time.monotonic()
         self.ended = False
         self._pages, self._lock = pages, threading.Lock()
@@ -172,6 +187,7 @@ class _Pass:
             found = next(self._pages, None)
             page = b"" if found is None else found.data
             self._last, self._lost, self.ended = (index, page), not page, not page
+            self.used_s = time.monotonic()  # reading may take long
             if not page:
                 self.snapshot.close()
             return page
@@ -200,7 +216,7 @@ class Publisher:
             with that checkpoint follow on from there.
 
     Raises:
-        ConfigError: tables that are split by columns.
+        ConfigError: tables that are split by columns, or of int8 rows.
     """
 
     def __init__(
@@ -223,6 +239,14 @@ class Publisher:
                 allowed="whole rows: row_wise, table_row_wise, table_wise or data_parallel tables",
                 remedy="Choose another sharding than column_wise and grid for them.",
             )
+        coded = [one.name for one in tables.specs if one.dtype == "int8"]
+        if coded:
+            raise ConfigError(
+                "tables to publish",
+                got=f"int8 tables: {coded}",
+                allowed="rows of floats; a replica may keep them as int8",
+                remedy="Train them as float32 or float16, and give the replica dtype=int8.",
+            )
         self._shard, self.specs, self._placement = tables.shard, tables.specs, placement
         names = [spec.name for spec in self.specs]
         self._tables = {
@@ -240,7 +264,9 @@ class Publisher:
         self._numbers = itertools.count(secrets.randbits(60))
         self._cursor: Cursor | None = None
         self._last_step = 0  # of the shard at the cursor
-        self._dense: tuple[int, bytes] = (0, b"")
+        self._dense: tuple[int, Mapping[str, Tensor]] = (0, {})
+        self._dense_packed: tuple[int, bytes] = (0, b"")
+        self._packing = threading.Lock()
         self._spool = _Spool()
         self._replicas: dict[str, tuple[float, Ask]] = {}  # when each asked last, and what
         self._checkpoints: dict[str, Cursor] = {}  # where those with a checkpoint follow on
@@ -253,6 +279,7 @@ class Publisher:
             "pass": self._open_pass,
             "next": self._next,
             "dense": self._dense_page,
+            "goodbye": self._goodbye,
         }
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -307,7 +334,7 @@ class Publisher:
         now, now_s = time.monotonic(), time.time()
         with self._lock:
             cursor = self._cursor or Cursor()
-            there = [one for one in self._replicas.items() if now - one[1][0] < PASS_IDLE_S]
+            there = [one for one in self._replicas.items() if now - one[1][0] < _LISTED_S]
             segments, kept = list(self._segments), self._kept
             passes = sum(not one.ended for one in self._passes.values())
             dense, closed_s = self._dense[0], self._closed_s
@@ -335,14 +362,17 @@ class Publisher:
         )
 
     def publish_dense(self, tensors: Mapping[str, Tensor]) -> int:
-        """Offer dense weights, whole, in place of those before; their version.
+        """Offer a copy of dense weights, whole, in place of those before; their version.
+
+        They are packed once a replica asks for them.
 
         Raises:
             DataError: a dtype that cannot be sent, or more than a page takes.
         """
-        page = pack_dense(tensors)
+        check_dense(tensors)
+        copies = {k: one.detach().to("cpu", copy=True) for k, one in tensors.items()}
         with self._lock:
-            self._dense = self._dense[0] + 1, page
+            self._dense = self._dense[0] + 1, copies
             return self._dense[0]
 
     def _publish(self) -> int:
@@ -351,6 +381,8 @@ class Publisher:
             cursor = None  # rows were loaded: versions before say nothing
         try:
             held = self._shard.snapshot(cursor)
+        except TooManySnapshots:
+            raise
         except InputError as error:
             if cursor is None:
                 raise
@@ -393,21 +425,23 @@ class Publisher:
             segment = replace(segment, since=self._segments.pop().since)
         self._segments.append(segment)
         self._kept += segment.size
-        while len(self._segments) > 1 and self._kept > self._keep_bytes:
+        while len(self._segments) > _MOST_SEGMENTS or (
+            len(self._segments) > 1 and self._kept > self._keep_bytes
+        ):
             self._kept -= self._segments.pop(0).size
 
     def _clear(self) -> None:
         self._segments.clear()
         self._kept = 0
 
-    def _end_passes(self, replica: str | None = None, idle_s: float = PASS_IDLE_S) -> None:
+    def _end_passes(self, replica: str | None = None) -> None:
         """Close those that nobody asks for, and those of a replica."""
         now = time.monotonic()
         with self._lock:
             gone = {
                 k: one
                 for k, one in self._passes.items()
-                if one.replica == replica or now - one.used_s > idle_s
+                if one.replica == replica or now - one.used_s > one.idle_s
             }
             for number in gone:
                 del self._passes[number]
@@ -443,6 +477,12 @@ class Publisher:
             self._note(ask)
         answer, pages = self._methods[ask.method](ask)
         return sealed(json.dumps(answer).encode()), pages
+
+    def _goodbye(self, ask: Ask) -> _Answer:
+        with self._lock:
+            self._replicas.pop(ask.replica, None)
+        self._end_passes(ask.replica)
+        return None, []
 
     def _hello(self, ask: Ask) -> _Answer:
         tables = [[one.name, one.dim, one.dtype] for one in self.specs]
@@ -505,14 +545,12 @@ class Publisher:
     def _open_pass(self, ask: Ask) -> _Answer:
         self._end_passes(ask.replica)
         if not self._passes_left():
-            self._end_passes(idle_s=_GONE_S)  # of replicas that ended in the middle of one
-        if not self._passes_left():
             return {"number": None}, []
         if self._cursor is None:
             self.publish()
         snapshot, closed_s = self._shard.snapshot(), time.time()
         pages = pages_of(snapshot, self._tables, self.specs, ask.rows)
-        one = _Pass(ask.replica, snapshot, pages, closed_s)
+        one = _Pass(ask, snapshot, pages)
         with self._lock:
             number = next(self._numbers)
             opened = self._passes_left()
@@ -539,8 +577,11 @@ class Publisher:
         return None, [page] if page else []
 
     def _dense_page(self, ask: Ask) -> _Answer:
-        with self._lock:
-            version, page = self._dense
+        with self._packing:
+            version, tensors = self._dense
+            if version != self._dense_packed[0]:
+                self._dense_packed = version, pack_dense(tensors)
+            version, page = self._dense_packed
         return version, [page]
 
 

@@ -8,21 +8,23 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal.comm.transport import Client, Frames, Secret
+from shoal.checkpoint import Manifest
+from shoal.comm.transport import Client, Frames, Reply, Secret
 from shoal.errors import CheckpointError, ConfigError, DataError, ServerLost
 from shoal.placement import BUCKETS, Placement, hash_ids, owners
 from shoal.rules.optimizers import SGD
-from shoal.sync.checkpoints import ServedCheckpoint, load_checkpoint, newest_checkpoint
+from shoal.sync.checkpoints import load_checkpoint, newest_checkpoint
 from shoal.sync.pages import DeletedIds, Share, row_ranges, sealed, unpack, unpack_dense, unsealed
-from shoal.sync.publisher import Ask
+from shoal.sync.publisher import LONGEST_PAUSE_S, MOST_REPLY_S, TRIES, Ask
 from shoal.sync.status import Rate, ReplicaStatus, SourceStatus
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.rows import real_dtype, stored
@@ -31,8 +33,7 @@ from shoal.table.spec import ServedDType, TableSpec
 
 _log = logging.getLogger(__name__)
 
-_TRIES = 5  # of a page
-_LONGEST_PAUSE_S = 5.0
+_GOODBYE_S = 0.5
 
 
 def serving_spec(spec: TableSpec, dtype: ServedDType | None = None) -> TableSpec:
@@ -58,6 +59,8 @@ class _Source:
         self.placement: Placement | None = None
         self.incarnation = self.version = 0
         self.closed_s: float | None = None
+        self.refused: ConfigError | None = None  # by the last turn
+        self.error = ""  # of the last turn
         self.passes = self.segments = self.failures = self.dense_version = 0
         self.rate = Rate()
 
@@ -72,7 +75,16 @@ class _Source:
             self.segments,
             self.failures,
             self.rate.per_s(),
+            self.error,
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Served:
+    """Rows, and dense weights, that belong together."""
+
+    shard: CpuShard
+    dense: Mapping[str, Tensor]
 
 
 class Replica:
@@ -80,8 +92,9 @@ class Replica:
 
     A thread a publisher asks for what follows the version that the replica has, and takes it in
     pages, deletions before rows. Lookups continue meanwhile: each sees a row whole, old or new. A
-    publisher that is down is asked again, ever more slowly; one that started again, or a replica
-    that was away for too long, takes all rows again, and then drops those that are gone.
+    publisher that is down is asked again, ever more slowly, and so is one of another run; one that
+    started again, or a replica that was away for too long, takes all rows again, and then drops
+    those that are gone.
 
     With a checkpoint it has its rows when it is entered, and follows on from there if publishers
     still can. Without publishers it serves the checkpoint alone.
@@ -122,18 +135,17 @@ class Replica:
         _check(publishers, checkpoint, follow_checkpoints_s, share, of)
         self._trained = tuple(specs)
         self.specs = tuple(serving_spec(spec, dtype) for spec in specs)
-        self.shard = CpuShard(self.specs)
+        self._served = Served(CpuShard(self.specs), {})
         self._share = Share(share, of)
         self._client = Client(publishers, secret=secret) if publishers else None
         self._every_s, self._reply_s = every_s, reply_s
         self._url, self._collection = checkpoint, collection
         self._follow_s = follow_checkpoints_s
-        self._checkpoint: ServedCheckpoint | None = None
+        self._checkpoint: tuple[str, Manifest] | None = None  # its folder
         self._sources = [_Source(index) for index in range(max(1, len(publishers)))]
-        self._dense: dict[str, Tensor] = {}
+        self._listing = threading.Lock()  # a shard has 8 snapshots, a trainer any number of ranks
         self._name = uuid.uuid4().hex
         self._ending = threading.Event()
-        self._refused: ConfigError | None = None
         self._threads = [
             threading.Thread(target=self._repeat, args=args, daemon=True) for args in self._jobs()
         ]
@@ -172,6 +184,11 @@ class Replica:
     ) -> None:
         self._ending.set()
         if self._client is not None:
+            there = [one for one in self._sources if one.greeted and not one.error]
+            goodbye = [self._call(one, Ask(method="goodbye"), _GOODBYE_S) for one in there]
+            for future in goodbye:
+                with suppress(Exception):  # it is idle soon enough
+                    future.result()
             self._client.close()
         for thread in self._threads:
             thread.join()
@@ -180,19 +197,30 @@ class Replica:
         """Rows of ids; missing ones read as zeros."""
         return self.shard.find(groups)
 
-    def dense(self) -> dict[str, Tensor]:
+    def served(self) -> Served:
+        """Rows and dense weights; after a newer checkpoint both are its."""
+        return self._served
+
+    @property
+    def shard(self) -> CpuShard:
+        """The rows."""
+        return self._served.shard
+
+    def dense(self) -> Mapping[str, Tensor]:
         """The newest dense weights of rank 0's publisher, before that those of the checkpoint;
         empty before the first."""
-        return self._dense
+        return self._served.dense
 
     def status(self) -> tuple[SourceStatus, ...]:
         """How far it is with each publisher; without publishers, with its checkpoint.
 
         Raises:
-            ConfigError: a publisher has other tables, another rank or another number of ranks.
+            ConfigError: a publisher has other tables, another rank or another number of ranks, and
+                there are no rows from before.
         """
-        if self._refused is not None:
-            raise self._refused
+        for one in self._sources:
+            if one.refused is not None and one.closed_s is None:
+                raise one.refused
         return tuple(one.status() for one in self._sources)
 
     def summary(self) -> ReplicaStatus:
@@ -213,7 +241,7 @@ class Replica:
             rows_per_s=sum(one.rows_per_s for one in sources),
             failures=sum(one.failures for one in sources),
             dense_version=self._sources[0].dense_version,
-            checkpoint=None if self._checkpoint is None else self._checkpoint.url,
+            checkpoint=None if self._checkpoint is None else self._checkpoint[0],
             share=self._share.index,
             of=self._share.of,
             sources=sources,
@@ -221,37 +249,42 @@ class Replica:
 
     def _repeat(self, source: _Source, turn: Callable[[_Source], None], every_s: float) -> None:
         pause_s = every_s
-        while not self._ending.wait(pause_s) and self._refused is None:
-            slower_s = max(every_s, min(_LONGEST_PAUSE_S, max(0.1, 2 * pause_s)))
-            pause_s = every_s if self._try(source, turn) else slower_s
+        while not self._ending.wait(pause_s):
+            slower_s = min(LONGEST_PAUSE_S, max(0.1, 2 * pause_s))
+            if self._try(source, turn):
+                pause_s = every_s
+            else:
+                pause_s = max(every_s, LONGEST_PAUSE_S if source.refused else slower_s)
 
     def _try(self, source: _Source, turn: Callable[[_Source], None]) -> bool:
         """Whether a turn did not fail."""
         try:
             turn(source)
-        except ConfigError as error:
-            if not self._ending.is_set():
-                self._refused = error
         except Exception as error:  # noqa: BLE001  the thread must live on, whatever it runs into
             if not self._ending.is_set():
                 source.failures += 1
-                if source.closed_s is None and self._checkpoint is not None:
-                    # Nobody is there to follow: its age says how old the rows are.
-                    source.closed_s = float(self._checkpoint.manifest.created_s)
+                self._serve_checkpoint(source)
+                source.refused = error if isinstance(error, ConfigError) else None
+                source.error = str(error)
                 _log.warning("source %d of a replica: %s", source.index, error)
-        else:
-            return True
-        return False
+            return False
+        source.refused, source.error = None, ""
+        return True
+
+    def _serve_checkpoint(self, source: _Source) -> None:
+        """Where there is nothing to follow yet, the checkpoint's age says how old the rows are."""
+        if source.closed_s is None and self._checkpoint is not None:
+            source.closed_s = float(self._checkpoint[1].created_s)
 
     def _reload(self, source: _Source) -> None:
         """Load the newest checkpoint, unless it is the one in use."""
         assert self._url is not None
         url = newest_checkpoint(self._url)
-        if self._checkpoint is not None and self._checkpoint.url == url:
+        if self._checkpoint is not None and self._checkpoint[0] == url:
             return
         loaded = load_checkpoint(url, self.specs, self._share, collection=self._collection)
-        self.shard, self._dense = loaded.shard, loaded.dense
-        self._checkpoint = loaded
+        self._served = Served(loaded.shard, loaded.dense)
+        self._checkpoint = url, loaded.manifest
         for one in self._sources:
             one.at_checkpoint = True
         if self._client is None:
@@ -269,13 +302,14 @@ class Replica:
             method="after",
             incarnation=source.incarnation,
             version=source.version,
-            checkpoint="" if begins is None else begins.manifest.id,
+            checkpoint="" if begins is None else begins[1].id,
             # Dense weights are taken from rank 0; the others need not wait for them.
             number=source.dense_version if source.index == 0 else (1 << 62),
         )
         said, _ = self._ask(source, ask)
         if not said["known"]:  # a trainer that started, maybe with another config
             self._greet(source)
+            self._serve_checkpoint(source)
             self._take_all(source)
             return
         source.incarnation, source.version = said["incarnation"], said["version"]
@@ -283,14 +317,16 @@ class Replica:
         for number, version, closed_s, pages in said["segments"]:
             for page in pages:
                 self._take(source, Ask(method="page", number=number, page=page))
-            source.version, source.closed_s = version, closed_s
+            source.version = version
+            if source.closed_s is not None:  # else only the whole replay is
+                source.closed_s = closed_s
             source.segments += 1
         if said["closed_s"] is not None:
             source.closed_s = said["closed_s"]
         self.shard.last_step = said["last_step"]
         if source.index == 0 and said["dense"] not in (0, source.dense_version):
             version, (data,) = self._ask(source, Ask(method="dense"))
-            self._dense = unpack_dense(data)
+            self._served = replace(self._served, dense=unpack_dense(data))
             source.dense_version = version
 
     def _greet(self, source: _Source) -> None:
@@ -335,22 +371,18 @@ class Replica:
 
     def _owned(self, source: _Source, table: int) -> Tensor:
         """Ids of rows here that come from a publisher."""
-        ids = self._ids(table)
-        if source.placement is None:
-            return ids
-        spec = self.specs[table]
-        hosted = source.placement.of(spec.name)[0]
-        if hosted.replicated:
-            return ids if hosted.answers(source.index) else ids[:0]
-        return ids[owners(hosted, hash_ids(spec.hash_name, ids)) == source.index]
-
-    def _ids(self, table: int) -> Tensor:
+        spec, placed = self.specs[table], source.placement
+        hosted = None if placed is None else placed.of(spec.name)[0]
         found = [torch.empty(0, dtype=torch.int64, device="cpu")]
-        with self.shard.snapshot() as snapshot:
-            found += [
-                snapshot.read(table, *ends, state=False).ids for ends in row_ranges(snapshot, table)
-            ]
-        self.shard.release(None)  # deletions need not be kept
+        if hosted is not None and hosted.replicated and not hosted.answers(source.index):
+            return found[0]
+        with self._listing, self.shard.snapshot() as snapshot:
+            for ends in row_ranges(snapshot, table):
+                ids = snapshot.read(table, *ends, state=False).ids
+                if hosted is not None and not hosted.replicated:
+                    ids = ids[owners(hosted, hash_ids(spec.hash_name, ids)) == source.index]
+                found.append(ids)
+            self.shard.release(None)  # deletions need not be kept
         return torch.cat(found)
 
     def _take(self, source: _Source, ask: Ask) -> tuple[int, Tensor] | None:
@@ -359,7 +391,7 @@ class Replica:
         One that does not arrive, or damaged, is asked for again, so that what came before it is
         not lost.
         """
-        for left in reversed(range(_TRIES)):
+        for left in reversed(range(TRIES)):
             try:
                 _, frames = self._ask(source, ask)
                 page = unpack(frames[0], self._trained) if frames else None
@@ -387,12 +419,19 @@ class Replica:
             self.shard.remove(IdGroups(ids, splits, tables))
 
     def _ask(self, source: _Source, ask: Ask) -> tuple[Any, Frames]:
-        assert self._client is not None
-        who = {"replica": self._name, "share": self._share.index, "of": self._share.of}
-        text = ask.model_copy(update=who).model_dump_json(exclude_defaults=True).encode()
-        future = self._client.call(source.index, sealed(text), timeout_s=self._reply_s)
-        said, frames = future.result()
+        said, frames = self._call(source, ask, self._reply_s).result()
         return json.loads(unsealed(said)), frames
+
+    def _call(self, source: _Source, ask: Ask, timeout_s: float) -> Reply:
+        assert self._client is not None
+        who = {
+            "replica": self._name,
+            "share": self._share.index,
+            "of": self._share.of,
+            "reply_s": min(self._reply_s, MOST_REPLY_S),
+        }
+        text = ask.model_copy(update=who).model_dump_json(exclude_defaults=True).encode()
+        return self._client.call(source.index, sealed(text), timeout_s=timeout_s)
 
 
 def _check(

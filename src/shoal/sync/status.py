@@ -25,6 +25,7 @@ class SourceStatus:
         failures: requests that failed or brought damaged pages, loads that failed; they are
             repeated.
         rows_per_s: rows taken, deletions included, over the last seconds.
+        error: of the last request or load; "" after one that did not fail.
     """
 
     state: State
@@ -35,6 +36,7 @@ class SourceStatus:
     segments: int
     failures: int
     rows_per_s: float = 0.0
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)

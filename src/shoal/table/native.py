@@ -241,9 +241,13 @@ def plan_without_offsets() -> ShapeError:
     )
 
 
-def too_many_snapshots() -> InputError:
+class TooManySnapshots(InputError):
+    """All snapshots that a shard may have are open; one that is closed makes space."""
+
+
+def too_many_snapshots() -> TooManySnapshots:
     """The error for one more snapshot than a shard keeps rows for."""
-    return InputError(
+    return TooManySnapshots(
         "snapshot",
         got=f"{_core.MOST_SNAPSHOTS} open ones",
         allowed=f"at most {_core.MOST_SNAPSHOTS} open snapshots of a shard",

@@ -14,6 +14,7 @@ from shoal.checkpoint.saving import Saving
 from shoal.comm.transport import Secret
 from shoal.config.tree import RunConfig
 from shoal.errors import ConfigError, ShoalError
+from shoal.sync.pages import check_dense
 from shoal.sync.publisher import Publisher, address_of_rank
 from shoal.train.learner import Learner
 from shoal.train.ranks import Ranks
@@ -34,6 +35,7 @@ class Publishing:
 
     Raises:
         ConfigError: an address that is taken, or a run whose dense weights are in parts.
+        DataError: dense weights that cannot be sent.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Publishing:
         if self._settings is None:
             return self
         settings, chain, name = self._settings, self._chain, self._main.name
+        check_dense(self._dense())  # here, so that it never ends training later
         resumed = None
         if chain.manifest is not None and chain.cursors is not None and name in chain.cursors:
             resumed = chain.manifest.id, chain.cursors[name]
@@ -117,10 +120,13 @@ class Publishing:
         if not done:
             self._report("replicas are behind; the run ends without them")
 
+    def _dense(self) -> dict[str, Tensor]:
+        """All of the module's state but extra state, which is no tensor."""
+        state = named_state(self._main.module)
+        return {k: v for k, v in state.items() if isinstance(v, Tensor)}
+
     def _publish_dense(self, publisher: Publisher) -> None:
         if self._ranks.leads:
-            state = named_state(self._main.module)
-            # Extra state is no tensor.
-            publisher.publish_dense({k: v for k, v in state.items() if isinstance(v, Tensor)})
+            publisher.publish_dense(self._dense())
         if self._settings is not None:
             self._due_s = time.monotonic() + self._settings.dense_every_s

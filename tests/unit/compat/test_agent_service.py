@@ -141,6 +141,53 @@ def test_layouts_and_bindings(server: ZooKeeperServer) -> None:
         backend.stop()
 
 
+def test_a_layout_callback_that_raises_is_called_again(server: ZooKeeperServer) -> None:
+    backend, model = ZKBackend("raises", server.hosts), SavedModel("m", "entry")
+    seen: list[list[str]] = []
+
+    def callback(layout: list[tuple[SavedModel, SavedModelDeployConfig]]) -> None:
+        seen.append(sorted(backend.get_service_map()))  # has the models of the layout
+        if len(seen) < 2:
+            raise ValueError("the first time")
+
+    backend.start()
+    try:
+        backend.decl_saved_model(model, SavedModelDeployConfig("base", "latest"))
+        backend.add_to_layout("l", model)
+        backend.register_layout_callback("l", callback)
+        until(lambda: len(seen) == 2)
+        assert seen == [["m"], ["m"]]
+    finally:
+        backend.stop()
+
+
+def test_a_session_that_was_given_stays_open(server: ZooKeeperServer, nodes: Nodes) -> None:
+    backend = ZKBackend("given", zk_client=nodes)
+    calls: list[object] = []
+    backend.start()
+    backend.register_layout_callback("l", calls.append)
+    backend.stop()
+    backend.stop()
+    nodes.put("/given/layouts/l/m:entry")  # the session still writes
+    assert nodes.children("/given/layouts/l") == ["m:entry"]
+    assert nodes._looks == []
+
+
+def test_a_node_that_another_session_has_is_not_released(
+    server: ZooKeeperServer, nodes: Nodes
+) -> None:
+    other = Nodes(server.hosts)
+    try:
+        nodes.hold("/owned/a", b"1")
+        other.hold("/owned/a", b"2")
+        nodes.release("/owned/a")
+        assert other.read("/owned/a") == b"2"
+        other.release("/owned/a")
+        assert other.read("/owned/a") is None
+    finally:
+        other.close()
+
+
 def test_replicas_by_location(nodes: Nodes) -> None:
     """20 servers of 2 replicas and 2 entries at lf:default."""
     for replica in range(2):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
@@ -47,6 +47,7 @@ class Recorder:
     def __init__(self, code: grpc.StatusCode | None = None) -> None:
         self.requests: list[tfs.PredictRequest] = []
         self.code = code
+        self.answer: Callable[[Any, Any], Any] | None = None
         handler = grpc.unary_unary_rpc_method_handler(
             self._predict,
             request_deserializer=tfs.PredictRequest.FromString,
@@ -63,6 +64,8 @@ class Recorder:
         self._server.start()
 
     def _predict(self, request: tfs.PredictRequest, context: Any) -> tfs.PredictResponse:
+        if self.answer is not None:
+            return self.answer(request, context)
         if self.code is not None:
             context.abort(self.code, "not now")
         self.requests.append(request)
@@ -241,6 +244,46 @@ def test_what_a_target_missed_is_pushed_again(recorder: Recorder) -> None:
     assert list(late.inputs["t_value"].float_val) == pytest.approx([0.2] * 3 + [0.1] * 3)
     assert json.loads(client.create_sync_op()) == {}
     client.close()
+
+
+def test_a_target_that_is_away_costs_the_others_nothing(recorder: Recorder) -> None:
+    client = ops.ParameterSyncClient()
+    table = DistributedHashTable(0, spec("t", 64), sync_client=client)
+    with closing(Recorder(grpc.StatusCode.UNAVAILABLE)) as down:
+        calls = 0
+
+        def counted(request: Any, context: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            context.abort(grpc.StatusCode.UNAVAILABLE, "away")
+
+        down.answer = counted
+        for ids in (torch.arange(20_001), torch.tensor([5]), torch.tensor([6])):
+            table.apply_gradients(ids, -torch.ones(len(ids), 64), global_step=0)
+            result = json.loads(client.create_sync_op(config_of(down.address, recorder.address)))
+            codes = [one["status_code"] for one in result["responses"]]
+            assert codes == [14, 14, *[0] * (2 if len(ids) > 1 else 1)]
+        assert calls == 3  # the first part of each push
+    sent = [list(one.inputs["t_id"].int64_val) for one in recorder.requests]
+    assert sent[2:] == [[5], [6]]
+    client.close()
+
+
+def test_touched_ids_are_not_sorted_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, rows, sort = ops.ParameterSyncClient(), 0, torch.unique
+
+    def counted(ids: torch.Tensor) -> torch.Tensor:
+        nonlocal rows
+        rows += len(ids)
+        return sort(ids)
+
+    client.bind({"a": ops.BoundTable(1, lambda ids: (ids[:, None], ids > 0))})
+    with pytest.raises(ConfigError, match="table of sync client"):
+        client.touch("b", torch.tensor([1]))
+    monkeypatch.setattr(ops.torch, "unique", counted)
+    for k in range(6500):
+        client.touch("a", torch.arange(k * 10, k * 10 + 10))
+    assert rows < 65_000 * 10  # 50 times 65,000 if all were sorted each time
 
 
 def test_ids_without_a_row_are_left_out(recorder: Recorder) -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -124,16 +125,19 @@ def test_a_bundle_predicts_what_the_run_does(run: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(torch.tensor(found), torch.tensor(predictions))
     assert len(found) == 50
     signature = json.loads((path / "signature.json").read_text())
+    served = FolderSource(run).load(8)
+    assert isinstance(served, PredictModel)
+    for name in ("inputs", "outputs"):  # as the server has them
+        expected_tensors = [asdict(one) for one in getattr(served.signature, name)]
+        found_tensors = getattr(bundle.signature, name)
+        assert [one.model_dump() for one in found_tensors] == [
+            {**one, "shape": tuple(one["shape"])} for one in expected_tensors
+        ]
     assert signature["dense_inputs"] == [
-        {"name": "dense", "dtype": "float32", "shape": [-1, parts_dense(signature)]},
-        {"name": "embeddings", "dtype": "float32", "shape": [-1, 3, 4]},
-        {"name": "first_order", "dtype": "float32", "shape": [-1, 3]},
+        {"name": "dense", "dtype": "float32", "shape": [-1, 4], "optional": False},
+        {"name": "embeddings", "dtype": "float32", "shape": [-1, 3, 4], "optional": False},
+        {"name": "first_order", "dtype": "float32", "shape": [-1, 3], "optional": False},
     ]  # fmt: skip
-
-
-def parts_dense(signature: dict[str, Any]) -> int:
-    assert signature["num_dense"] > 0
-    return int(signature["num_dense"])
 
 
 @pytest.mark.parametrize("shards", [0, 1, 3])
@@ -210,6 +214,17 @@ def test_the_newest_versions_stay(run: Path, tmp_path: Path) -> None:
     assert exporting.versions_of(tmp_path) == [0, 10]
 
 
+def test_what_others_put_there_stays(run: Path, tmp_path: Path) -> None:
+    for name in ("2023", "007", "1"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "7").write_text("notes")
+    (tmp_path / "007" / "export.json").write_text("{}")
+    for version in (2, 3):
+        export(run, tmp_path, "--mode", "dense", "--version", str(version), "--keep", "1")
+    assert exporting.versions_of(tmp_path) == [3]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["007", "1", "2023", "3", "7"]
+
+
 def test_an_export_that_fails_leaves_no_version(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,7 +253,7 @@ class _Branches(nn.Module):
 
 def test_a_module_that_torch_cannot_export_has_a_reason(dense: Path, tmp_path: Path) -> None:
     parts = open_bundle(dense).parts()
-    signature = signature_of(parts, part="dense", step=1, num_dense=0, amp="none")
+    signature = signature_of(parts, part="dense", step=1, lists=(), num_dense=0, amp="none")
     problem = exporting.export_dense(_Branches(), signature, tmp_path / "one.pt2")
     assert problem is not None and "data-dependent" in problem
     assert not (tmp_path / "one.pt2").exists()
@@ -250,6 +265,8 @@ def test_a_module_that_torch_cannot_export_has_a_reason(dense: Path, tmp_path: P
         (("--shards", "2"), "shards"),
         (("--mode", "distributed", "--shards", "0"), "shards"),
         (("--keep", "0"), "versions to keep"),
+        (("--version=-1",), "version"),
+        (("--version", str(10**18)), "version"),
     ],
 )
 def test_options_that_do_not_go_together(

@@ -59,7 +59,7 @@ class World:
         )
         monkeypatch.setattr("shoal.sync.publisher.time", clock)
         monkeypatch.setattr("shoal.sync.replica.time", clock)
-        monkeypatch.setattr("shoal.sync.replica._LONGEST_PAUSE_S", 0.1)
+        monkeypatch.setattr("shoal.sync.replica.LONGEST_PAUSE_S", 0.1)
         disk = SimpleNamespace(**vars(os))
         disk.pwrite = self.pwrite
         monkeypatch.setattr("shoal.sync.publisher.os", disk)

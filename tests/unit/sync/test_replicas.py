@@ -6,7 +6,8 @@ import json
 import random
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from shoal import Segment, TableSpec
 from shoal.comm.transport import Server
-from shoal.errors import ConfigError, InputError
+from shoal.errors import ConfigError, DataError, InputError
 from shoal.placement import (
     Placement,
     column_wise,
@@ -27,7 +28,7 @@ from shoal.placement import (
     table_wise,
 )
 from shoal.rules.compressors import OneBit
-from shoal.sync.pages import DeletedIds, sealed, unpack, unsealed
+from shoal.sync.pages import DeletedIds, pack_dense, sealed, unpack, unpack_dense, unsealed
 from shoal.sync.publisher import Publisher
 from shoal.sync.replica import Replica
 from shoal.table.factory import make_shard
@@ -42,6 +43,7 @@ from support.published import (
     exported,
     following,
     groups,
+    save,
     serving,
     train,
     trainers,
@@ -320,6 +322,171 @@ def test_the_numbers_of_replicas_and_publishers() -> None:
         assert (theirs.version, theirs.segments > 0) == (mine.version, True)
         assert theirs.segment_bytes > 0 and theirs.rows_per_s > 0 and theirs.failures == 0
         assert [one.lag_s for one in theirs.replicas] == [0.0]
+
+
+def test_a_publisher_of_another_run_is_a_failure_that_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shoal.sync.replica.LONGEST_PAUSE_S", 0.05)
+    ranks, draw = trainers(1), random.Random(19)
+    train(ranks, draw)
+    other = Publisher(HostedTables(SPECS[:1], make_shard(SPECS[:1])))
+    wrong = [True]
+
+    def line(publisher: Publisher) -> Any:
+        return lambda head, frames: (other if wrong[0] else publisher)(head, frames)
+
+    with serving(ranks, line) as (publishers, addresses), following(addresses) as replica:
+        until_refused(replica, "publisher 0")
+        wrong[0] = False
+        ends = time.monotonic() + WAIT_S
+        for now in (False, True, False):
+            wrong[0] = now
+            train(ranks, draw)
+            publishers[0].publish()
+            while True:
+                assert time.monotonic() < ends
+                with suppress(ConfigError):
+                    (status,) = replica.status()
+                    if bool(status.error) == now and status.state == "AVAILABLE":
+                        break
+                time.sleep(0.01)
+            if now:
+                assert "publisher 0" in status.error and status.state == "AVAILABLE"
+        wait(replica, publishers)
+        assert_same(replica, ranks)
+
+
+def test_a_replica_is_available_after_the_whole_replay(tmp_path: Path) -> None:
+    (rank,), draw = trainers(1), random.Random(20)
+    train([rank], draw)
+    saving = save(rank, tmp_path, 1)
+    seen: list[str] = []
+    with ExitStack() as stack:
+        found: list[Replica] = []
+
+        def line(publisher: Publisher) -> Any:
+            def handler(head: bytes, frames: Any) -> Any:
+                if json.loads(unsealed(head))["method"] == "page":
+                    seen.append(found[0].status()[0].state)
+                return publisher(head, frames)
+
+            return handler
+
+        publishers, addresses = stack.enter_context(serving([rank], line))
+        publishers[0].saved(saving.id, saving.point["model"])
+        publishers[0].publish()
+        saving = save(rank, tmp_path, 2)
+        publishers[0].saved(saving.id, saving.point["model"])
+        for _ in range(3):
+            train([rank], draw)
+            publishers[0].publish()
+        found.append(following(addresses, checkpoint=str(tmp_path)))
+        stack.enter_context(found[0])
+        wait(found[0], publishers)
+        assert found[0].status()[0].segments >= 3
+    assert len(seen) > 3 and set(seen) == {"LOADING"}
+
+
+def test_a_replica_serves_its_checkpoint_while_others_take_passes(tmp_path: Path) -> None:
+    (rank,) = trainers(1)
+    train([rank], random.Random(21))
+    save(rank, tmp_path, 1)
+    with serving([rank]) as (publishers, addresses):
+        for name in ("a", "b"):
+            assert asked(publishers[0], "pass", replica=name)[0]["number"] is not None
+        with following(addresses, checkpoint=str(tmp_path)) as replica:
+            ends = time.monotonic() + WAIT_S
+            while replica.status()[0].state != "AVAILABLE":
+                assert time.monotonic() < ends
+                time.sleep(0.01)
+            (status,) = replica.status()
+            assert (status.passes, status.failures) == (0, 0)
+            assert_same(replica, [rank])
+            asked(publishers[0], "goodbye", replica="a")  # its pass is free at once
+            wait(replica, publishers)
+            assert replica.status()[0].passes == 1
+        assert replica._name not in [one.replica for one in publishers[0].status().replicas]
+
+
+def test_passes_of_slow_replicas_are_not_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time, sleep=time.sleep)
+    monkeypatch.setattr("shoal.sync.publisher.time", clock)
+    ranks = trainers(1)
+    train(ranks, random.Random(22))
+    publisher = Publisher(ranks[0])
+    slow = [asked(publisher, "pass", replica=name, reply_s=10.0)[0] for name in ("a", "b")]
+    now[0] = 50.0  # five tries of 10 s
+    assert asked(publisher, "pass", replica="c")[0]["number"] is None
+    for one in slow:
+        assert asked(publisher, "next", number=one["number"])[1]
+    now[0] = 200.0
+    assert asked(publisher, "pass", replica="c")[0]["number"] is not None
+
+
+def test_the_number_of_segments_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.sync.publisher._MOST_SEGMENTS", 3)
+    ranks, draw = trainers(1), random.Random(23)
+    with serving(ranks) as (publishers, _):
+        for _ in range(6):
+            train(ranks, draw)
+            publishers[0].publish()
+        assert publishers[0].status().segments == 3
+
+
+def test_a_turn_without_a_free_snapshot_loses_nothing() -> None:
+    ranks, draw = trainers(1), random.Random(24)
+    shard: Any = ranks[0].shard
+    with serving(ranks) as (publishers, _):
+        for _ in range(2):
+            train(ranks, draw)
+            publishers[0].publish()
+        snapshot, held = shard.snapshot, [shard.snapshot() for _ in range(8)]
+
+        def freed_late(since: Any = None) -> Any:
+            try:
+                return snapshot(since)
+            finally:
+                held.pop().close()
+
+        shard.snapshot = freed_late
+        with pytest.raises(InputError, match="open"):
+            publishers[0].publish()
+        assert publishers[0].status().segments == 1
+        for one in held:
+            one.close()
+        shard.snapshot = snapshot
+
+
+def test_dense_weights_are_copied_at_once_and_packed_when_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packed: list[int] = []
+
+    def pack(tensors: Any) -> bytes:
+        packed.append(len(tensors))
+        return pack_dense(tensors)
+
+    monkeypatch.setattr("shoal.sync.publisher.pack_dense", pack)
+    publisher, weights = Publisher(trainers(1)[0]), torch.ones(3)
+    publisher.publish_dense({"w": weights})
+    weights.zero_()  # the next step
+    assert packed == []
+    for _ in range(2):
+        version, (page,) = asked(publisher, "dense")
+        assert version == 1 and unpack_dense(memoryview(page))["w"].tolist() == [1.0] * 3
+    assert packed == [1]
+    with pytest.raises(DataError, match="dtype of tensor"):
+        publisher.publish_dense({"w": torch.zeros(1, dtype=torch.complex64)})
+    with pytest.raises(DataError, match="bytes of a page"):
+        publisher.publish_dense({"w": torch.empty(1 << 29, device="meta")})
+
+
+def test_int8_tables_are_not_published() -> None:
+    spec = TableSpec(name="small", segments=(Segment(dim=2),), dtype="int8")
+    with pytest.raises(ConfigError, match="int8"):
+        Publisher(HostedTables((spec,), make_shard((spec,))))
 
 
 def asked(publisher: Publisher, method: str, **parts: Any) -> tuple[Any, list[bytes]]:

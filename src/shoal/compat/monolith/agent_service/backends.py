@@ -6,6 +6,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 
 from shoal.compat.monolith.agent_service.data_def import (
     Container,
@@ -54,12 +55,13 @@ class ZKBackend(SyncBackend):
     Args:
         bzid: the first folder.
         zk_servers: HOST:PORT, with commas between them.
-        zk_client: the session; None: `start` opens one.
+        zk_client: the session, which stays open; None: `start` opens one.
     """
 
     def __init__(self, bzid: str, zk_servers: str = "", zk_client: Nodes | None = None) -> None:
         self._bzid, self._hosts = bzid, zk_servers
         self._nodes = zk_client
+        self._held = ExitStack()
         self._lock = threading.RLock()
         self._available: dict[Container, set[SavedModel]] = {}
         self._layouts: dict[str, tuple[Callable[[Layout], None], Layout | None]] = {}
@@ -74,13 +76,12 @@ class ZKBackend(SyncBackend):
         """
         if self._nodes is None:
             self._nodes = Nodes(self._hosts)
-        self._nodes.follow(self._look)
+            self._held.callback(self._end)
+        self._held.callback(self._nodes.follow(self._look))
 
     def stop(self) -> None:
-        """End the session. May be called twice."""
-        nodes, self._nodes = self._nodes, None
-        if nodes is not None:
-            nodes.close()
+        """Follow no longer, and end the session that `start` opened. May be called twice."""
+        self._held.close()
 
     def decl_saved_model(self, saved_model: SavedModel, config: SavedModelDeployConfig) -> None:
         """Declare a part of a model."""
@@ -186,6 +187,10 @@ class ZKBackend(SyncBackend):
             )
         return self._nodes
 
+    def _end(self) -> None:
+        nodes, self._nodes = self.nodes, None
+        nodes.close()
+
     def _declared(self, saved_model: SavedModel) -> str:
         return f"/{self._bzid}/saved_models/{saved_model.model_name}/{saved_model.sub_graph}"
 
@@ -228,5 +233,11 @@ class ZKBackend(SyncBackend):
                     now.append((model, config))
             if now != before:
                 with self._lock:
-                    self._layouts[path] = callback, now
-                callback(now)
+                    self._layouts[path] = callback, now  # the callback may ask for the service map
+                try:
+                    callback(now)
+                except BaseException:
+                    with self._lock:
+                        if self._layouts[path] == (callback, now):
+                            self._layouts[path] = callback, before  # it is called again
+                    raise

@@ -26,7 +26,7 @@ from shoal.compat.monolith.native_training.protos.parameter_sync_pb2 import (
     PushResult,
 )
 from shoal.compat.monolith.native_training.sync_clients import BoundTable
-from shoal.errors import ConfigError, InputError
+from shoal.errors import ConfigError, InputError, unknown_name
 from shoal.serve.protos import tfserving_pb2 as tfs
 
 _log = logging.getLogger(__name__)
@@ -35,8 +35,31 @@ PREDICT = "/tensorflow.serving.PredictionService/Predict"
 MOST_BYTES = 4 << 20  # of a request
 _CHANNEL_BYTES = 32 << 20
 _TIMEOUT_MS = 3000
-_KEEP = 64  # parts of a table's touched ids before duplicates are dropped
+_KEEP = 64  # parts of a table's touched ids before duplicates among them are dropped
+_Ids = dict[str, Tensor]
 _Delta = PushRequest.DeltaEmbeddingHashTable
+
+
+class _Touched:
+    """Ids of a table: the last few parts, and runs without duplicates, each half the one before."""
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = []
+        self._runs: list[Tensor] = []
+
+    def add(self, ids: Tensor) -> None:
+        self._parts.append(ids)
+        if len(self._parts) <= _KEEP:
+            return
+        runs = self._runs
+        runs.append(torch.unique(torch.cat(self._parts)))
+        self._parts.clear()
+        while len(runs) > 1 and len(runs[-2]) < 2 * len(runs[-1]):
+            runs[-2:] = [torch.unique(torch.cat(runs[-2:]))]
+
+    def ids(self) -> Tensor:
+        ids: Tensor = torch.unique(torch.cat([*self._runs, *self._parts]))
+        return ids
 
 
 class ParameterSyncClient:
@@ -54,7 +77,8 @@ class ParameterSyncClient:
         self._config = ClientConfig() if config is None else config
         self._tables: dict[str, BoundTable] = {}
         self._multi: str | None = None
-        self._touched: dict[str, list[Tensor]] = {}
+        self._touched: dict[str, _Touched] = {}
+        self._missed: dict[str, _Ids] = {}  # by target
         self._channels: dict[str, Any] = {}
         self._lock, self._pushing = threading.Lock(), threading.Lock()
 
@@ -78,19 +102,22 @@ class ParameterSyncClient:
             self._multi = shared_name
 
     def touch(self, table: str, ids: Tensor) -> None:
-        """Note ids whose rows changed."""
+        """Note ids whose rows changed.
+
+        Raises:
+            UnknownName: of a table that was not bound.
+        """
+        if table not in self._tables:
+            raise unknown_name(f"table of sync client {self.shared_name}", table, self._tables)
         if len(ids):
             with self._lock:
-                parts = self._touched.setdefault(table, [])
-                parts.append(ids.detach().clone())
-                if len(parts) > _KEEP:
-                    parts[:] = [torch.unique(torch.cat(parts))]
+                self._touched.setdefault(table, _Touched()).add(ids.detach().clone())
 
     def create_sync_op(self, config_str: bytes | None = None) -> str:
         """Push what changed since the last call; done when it returns.
 
-        Ids of a push that failed are pushed again with the next one, to all targets; without
-        targets they are kept.
+        Ids of a push that failed are pushed again with the next one, to the targets that missed
+        them; without targets they are kept.
 
         Args:
             config_str: a serialized `ClientConfig`, from `refresh_sync_config` say; None: the last.
@@ -107,21 +134,16 @@ class ParameterSyncClient:
             config = self._config
             self._connect(config.targets)
             with self._lock:
-                names = [one for one, parts in self._touched.items() if parts]
-                if not names or not config.targets:
+                if not config.targets:
                     return _json(PushResult())
-                steal = self._tables if self._multi is not None else sorted(names)
-                stolen = {
-                    one: torch.unique(torch.cat(self._touched.pop(one, _NONE))) for one in steal
-                }
+                changed = {name: one.ids() for name, one in self._touched.items()}
+                self._touched.clear()
             try:
-                result = self._push(stolen)
+                return _json(self._push(changed))
             except BaseException:
-                self._touch_again(stolen)
+                for name, ids in changed.items():
+                    self.touch(name, ids)
                 raise
-            if any(one.status_code for one in result.responses):
-                self._touch_again(stolen)
-            return _json(result)
 
     def as_op(self, name: str | None = None) -> ParameterSyncClient:
         """The client itself."""
@@ -132,11 +154,28 @@ class ParameterSyncClient:
         with self._pushing:
             self._connect(())
 
-    def _touch_again(self, ids: Mapping[str, Tensor]) -> None:
-        for name, one in ids.items():
-            self.touch(name, one)
+    def _push(self, changed: _Ids) -> PushResult:
+        """Push what changed, to each target with what it missed before."""
+        targets = list(dict.fromkeys(self._config.targets))
+        wanted = {one: _joined(changed, self._missed.get(one, {})) for one in targets}
+        wanted = {one: ids for one, ids in wanted.items() if ids}
+        if not wanted:
+            return PushResult()
+        common = self._parts(changed) if changed else []
+        parts = {
+            one: self._parts(ids) if one in self._missed else common for one, ids in wanted.items()
+        }
+        with ThreadPoolExecutor(min(32, len(wanted))) as threads:
+            found = list(threads.map(self._send, wanted, parts.values()))
+        self._missed = {
+            one: wanted[one]
+            for one, responses in zip(wanted, found, strict=True)
+            if any(response.status_code for response in responses)
+        }
+        return PushResult(responses=[one for responses in found for one in responses])
 
-    def _push(self, stolen: Mapping[str, Tensor]) -> PushResult:
+    def _parts(self, ids_by_table: _Ids) -> list[PushRequest]:
+        """Requests with the rows of these ids; a multi-table's have all its tables."""
         config = self._config
         request = PushRequest(
             model_name=config.model_name,
@@ -147,8 +186,8 @@ class ParameterSyncClient:
         if self._multi is not None:
             request.signature_name = f"{self._multi}/raw_assign"
             deltas = request.delta_multi_hash_tables
-        for name, ids in stolen.items():
-            table = self._tables[name]
+        for name in sorted(ids_by_table) if self._multi is None else self._tables:
+            ids, table = ids_by_table.get(name, _NONE), self._tables[name]
             rows, there = table.find(ids)
             deltas.add(
                 unique_id=name,
@@ -156,17 +195,18 @@ class ParameterSyncClient:
                 fids=ids[there.cpu()].tolist(),
                 embeddings=rows[there].float().reshape(-1).tolist(),
             )
-        parts = split_push_request(request)
-        targets = list(config.targets)
-        with ThreadPoolExecutor(min(32, len(targets))) as threads:
-            found = threads.map(lambda target: self._send(target, parts), targets)
-            return PushResult(responses=[one for responses in found for one in responses])
+        return split_push_request(request)
 
     def _send(self, target: str, parts: Sequence[PushRequest]) -> list[PushResponse]:
         import grpc
 
-        predict, responses = self._channels[target][1], []
+        away = grpc.StatusCode.UNAVAILABLE.value[0], grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+        predict = self._channels[target][1]
+        responses: list[PushResponse] = []
         for part in parts:
+            if responses and responses[-1].status_code in away:  # the others would wait as long
+                responses.append(responses[-1])
+                continue
             deltas = (*part.delta_hash_tables, *part.delta_multi_hash_tables)
             response = PushResponse(status_code=0, error_message="", target=target)
             try:
@@ -197,7 +237,13 @@ class ParameterSyncClient:
                 self._channels[target] = channel, predict
 
 
-_NONE = (torch.empty(0, dtype=torch.int64, device="cpu"),)
+_NONE = torch.empty(0, dtype=torch.int64, device="cpu")
+
+
+def _joined(one: _Ids, other: _Ids) -> _Ids:
+    """Ids of both, by table."""
+    both = one.keys() & other.keys()
+    return {**one, **other, **{k: torch.unique(torch.cat([one[k], other[k]])) for k in both}}
 
 
 def split_push_request(request: PushRequest, max_bytes: int = MOST_BYTES) -> list[PushRequest]:
