@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -91,7 +91,7 @@ class Signature(_Frozen):
 
 
 def signature_of(
-    parts: ModelParts, *, part: Part, step: int, lists: Sequence[str], num_dense: int, amp: str
+    parts: ModelParts, *, part: Part, step: int, lists: Collection[str], num_dense: int, amp: str
 ) -> Signature:
     """The signature of a model, without tables; `lists` are the features with several ids."""
     count, dim = len(parts.features), parts.tables[0].segments[-1].dim

@@ -272,7 +272,7 @@ class _Writer:
             self._parts,
             part=part,
             step=self._manifest.step,
-            lists=[one.name for one in source_inputs(config.data.source)[0] if one.is_list],
+            lists=source_inputs(config.data.source).lists,
             num_dense=self._num_dense,
             amp=config.amp,
         )
