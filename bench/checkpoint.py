@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
-from harness import Case, Job, add_json, as_row, conclude, measured_json, run_job
+from harness import Case, Job, add_json, measured_json, run_jobs
 
 __all__ = ["main"]
 
@@ -42,17 +41,7 @@ def main() -> None:
         "folder": str(options.dir) if options.dir else None,
     }
     jobs = [job for job in _jobs(params) if any(options.case in case.name for case in job.cases)]
-    if not jobs:
-        parser.error(f"no case has {options.case!r} in its name; --list names them")
-    if options.list:
-        print("\n".join(case.name for job in jobs for case in job.cases))
-        return
-    rows = []
-    for job in jobs:
-        print(f"{job.task} ...", file=sys.stderr, flush=True)
-        found = run_job(job, SCRIPT)
-        rows += [as_row(case, found.get(case.name)) for case in job.cases]
-    conclude(rows, options.json, PACKAGES)
+    run_jobs(parser, options, jobs, SCRIPT, PACKAGES)
 
 
 def _jobs(params: dict[str, object]) -> list[Job]:

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from shoal import _core
+from shoal.comm.frames import memory
 from shoal.errors import DataError
 from shoal.placement import bucket_hashes, hash_ids, rank_buckets, ranks_of
 from shoal.table.rows import real_dtype, weight_dtype
@@ -132,7 +133,7 @@ def pack_rows(table: int, chunk: RowChunk) -> bytes:
     meta = chunk.versions, chunk.last_seen_s, chunk.counts  # 32 bits, as loads ask for
     whole = [one.numpy().astype(np.uint32) for one in meta]
     head = _Head(kind="rows", table=table, rows=len(chunk.ids))
-    return _packed(head, [chunk.ids.numpy(), *whole, _bytes(chunk.weights)])
+    return _packed(head, [chunk.ids.numpy(), *whole, memory(chunk.weights)])
 
 
 def pack_deleted(table: int, ids: Tensor) -> bytes:
@@ -147,7 +148,7 @@ def pack_dense(tensors: Mapping[str, Tensor]) -> bytes:
         DataError: as `check_dense`.
     """
     head = check_dense(tensors)
-    return _packed(head, [_bytes(value.detach().cpu()) for value in tensors.values()])
+    return _packed(head, [memory(value.cpu()) for value in tensors.values()])
 
 
 def check_dense(tensors: Mapping[str, Tensor]) -> _Head:
@@ -283,7 +284,7 @@ def _text(head: _Head, column_bytes: int) -> bytes:
     return text
 
 
-def _packed(head: _Head, columns: Sequence[np.ndarray[Any, Any]]) -> bytes:
+def _packed(head: _Head, columns: Sequence[np.ndarray[Any, Any] | memoryview]) -> bytes:
     text = _text(head, sum(column.nbytes for column in columns))
     parts: list[Any] = [struct.pack("<I", len(text)), text]
     parts += [np.ascontiguousarray(column).view(np.uint8) for column in columns]
@@ -316,16 +317,10 @@ def _columns(data: memoryview, sizes: Sequence[tuple[torch.dtype, int]]) -> list
         column = torch.empty(count, dtype=dtype, device="cpu")
         size = dtype.itemsize * count
         if size:
-            _bytes(column)[:] = np.frombuffer(data[at : at + size], dtype=np.uint8)
+            memory(column)[:] = data[at : at + size]
         found.append(column)
         at += size
     return found
-
-
-def _bytes(values: Tensor) -> Any:
-    """The memory of a CPU tensor, as bytes; a copy where it is not contiguous."""
-    flat = values.contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
 
 
 def _refused(got: str, allowed: str) -> DataError:
