@@ -406,7 +406,7 @@ def test_a_run_goes_on_after_its_chain_lost_a_link(
     plain = Saver.on_pause
 
     def on_pause(self: Saver) -> None:
-        if self._course.steps == 3:
+        if self._run_state.steps == 3:
             shutil.rmtree(next(tmp_path.glob("*/checkpoints/step-000000000001-full")))
         plain(self)
 
