@@ -273,9 +273,8 @@ def plain(run: str) -> None:
 
     torch.set_num_threads(1)
     config = settings.load(Path(run) / "config.yaml")
-    ids, num_dense = source_inputs(config.data.source)
-    offered = [one.name for one in ids]
-    parts = build_parts(config, config.model, offered=offered, num_dense=num_dense)
+    inputs = source_inputs(config.data.source)
+    parts = build_parts(config, config.model, offered=inputs.features, num_dense=inputs.num_dense)
     learner = Learner(config.model.kind, parts, config)
     url = checkpoint_of(RunFolder(Path(run)))
     assert url is not None
@@ -283,7 +282,9 @@ def plain(run: str) -> None:
     contents = Contents(tables={name: learner.tables.hosted}, modules={name: learner.module})
     load(url, contents, options=LoadOptions(allow_unknown=frozenset([f"optimizer:{name}"])))
     model = learner.model.eval()
-    fields: dict[str, Any] = {one.name: (list[int] if one.is_list else int, ...) for one in ids}
+    fields: dict[str, Any] = {
+        name: (list[int] if name in inputs.lists else int, ...) for name in inputs.features
+    }
     example = create_model("Example", **fields, dense=(list[float], ...))
     wanted = create_model("Wanted", instances=(list[example], ...))
     app = FastAPI()
@@ -291,10 +292,10 @@ def plain(run: str) -> None:
     async def predict(request: Any) -> dict[str, list[float]]:
         rows = request.instances
         lists = {
-            one.name: [
-                getattr(row, one.name) if one.is_list else [getattr(row, one.name)] for row in rows
+            name: [
+                getattr(row, name) if name in inputs.lists else [getattr(row, name)] for row in rows
             ]
-            for one in ids
+            for name in inputs.features
         }
         dense = torch.tensor([row.dense for row in rows])
         batch = Examples(KeyedRagged.from_lists(lists), dense)
