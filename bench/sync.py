@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -260,6 +261,9 @@ def _replicas(address: str, ages: list[float]) -> Iterator[None]:
         ]
         for one in every:
             assert one.stdout is not None and one.stdout.readline() == "ready\n"
+        for one in every:
+            assert one.stdin is not None
+            print("training", file=one.stdin, flush=True)
         yield
         for one in every:
             assert one.stdin is not None and one.stdout is not None
@@ -268,7 +272,7 @@ def _replicas(address: str, ages: list[float]) -> Iterator[None]:
 
 
 def _follow(address: str) -> None:
-    """Print the ages of the mark, looked up every 5 ms, until standard input ends."""
+    """Print the ages of the mark, looked up every 5 ms, from a line on standard input to the end."""
     import threading
 
     import torch
@@ -278,9 +282,11 @@ def _follow(address: str) -> None:
 
     torch.set_num_threads(1)
     mark = IdGroups(torch.tensor([MARK]), torch.tensor([0, 1]), torch.zeros(1, dtype=torch.int32))
-    ended = threading.Event()
+    ended, first_s = threading.Event(), [math.inf]
 
     def wait() -> None:
+        sys.stdin.readline()
+        first_s[0] = time.monotonic() + 1.0  # before, the mark is from before the training
         sys.stdin.read()
         ended.set()
 
@@ -289,10 +295,10 @@ def _follow(address: str) -> None:
         while replica.status()[0].state != "AVAILABLE":
             time.sleep(0.01)
         print("ready", flush=True)
-        ages, first = [], time.monotonic() + 1.0  # the pass took longer than what follows
+        ages = []
         while not ended.wait(0.005):
             whole, part = replica.find(mark).weights[0][0, :2].tolist()
-            if time.monotonic() > first:
+            if time.monotonic() > first_s[0]:
                 ages.append((time.time() % 1e5) - whole - part)
     print(json.dumps(ages))
 
