@@ -272,7 +272,7 @@ def _replicas(address: str, ages: list[float]) -> Iterator[None]:
 
 
 def _follow(address: str) -> None:
-    """Print the ages of the mark, looked up every 5 ms, from a line on standard input to the end."""
+    """Print the ages of the mark, looked up every 5 ms from a line of standard input on."""
     import threading
 
     import torch
