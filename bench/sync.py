@@ -26,7 +26,7 @@ from harness import Case, Measured, add_json, as_row, conclude, percentile
 
 SCRIPT = Path(__file__).resolve()
 PACKAGES = ("torch", "pyzmq", "shoal")
-ROWS, DIM, TOUCHED_PER_S, STEP_ROWS = 1_000_000, 16, 100_000, 10_000
+ROWS, LOAD_ROWS, DIM, TOUCHED_PER_S, STEP_ROWS = 1_000_000, 10_000_000, 16, 100_000, 10_000
 MARK = -1  # the id of the row with the time
 FRESH = "an update is visible, {}, 2 replicas, 100 k rows/s"
 SLOWED = "processor time of training with a publisher"
@@ -65,14 +65,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_json(parser, "sync")
     parser.add_argument("--quick", action="store_true", help="a few seconds")
-    parser.add_argument("--rows", type=int, default=ROWS, help="of the checkpoint that is loaded")
+    parser.add_argument("--rows", type=int, help="of the checkpoint that is loaded")
     parser.add_argument("--replica", metavar="ADDRESS", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.replica:
         _follow(options.replica)
         return
     found = measure(seconds=3.0 if options.quick else 20.0, turns=2 if options.quick else 4)
-    found |= measure_load(options.rows, turns=2 if options.quick else 5) | measure_memory()
+    rows = options.rows or (ROWS if options.quick else LOAD_ROWS)
+    found |= measure_load(rows, turns=2 if options.quick else 4) | measure_memory()
     conclude([as_row(case, found.get(case.name)) for case in cases()], options.json, PACKAGES)
 
 
