@@ -45,6 +45,11 @@ class Model(Protocol):
     @property
     def signature(self) -> ModelSignature: ...
 
+    @property
+    def is_local(self) -> bool:
+        """Whether it never waits for another process."""
+        ...
+
     def read(self, inputs: Mapping[str, Array]) -> ReadRequest:
         """Check a request before it waits for its turn.
 
@@ -79,7 +84,7 @@ class PredictModel:
         amp: torch.dtype = torch.float32,
     ) -> None:
         self.name, self.version, self.signature = name, version, reader.signature
-        self.reader, self.rows = reader, rows
+        self.reader, self.rows, self.is_local = reader, rows, rows.is_local
         self._program, self._amp = program, amp
 
     def read(self, inputs: Mapping[str, Array]) -> Examples:
@@ -124,7 +129,7 @@ class LookupModel:
     """
 
     def __init__(self, name: str, version: int, rows: RowsById) -> None:
-        self.name, self.version, self._rows = name, version, rows
+        self.name, self.version, self.is_local, self._rows = name, version, True, rows
         self._numbers = {spec.name: k for k, spec in enumerate(rows.specs)}
         self.signature = ModelSignature(
             tuple(ServedTensor(spec.name, "int64", (-1,), optional=True) for spec in rows.specs),
