@@ -63,18 +63,20 @@ class Ask(BaseModel):
     Args:
         method: "hello": tables, rank and number of ranks; "after": segments after a version;
             "page": one of a segment; "pass": start a pass over all rows; "next": its next page;
-            "dense": tensors; "goodbye": it asks no more.
+            "newest": versions of rows and dense weights, of who wants no rows; "dense": tensors;
+            "goodbye": it asks no more.
         incarnation, version: what the replica has.
         checkpoint: id of the one that it has loaded, in place of both.
         share, of: which rows it wants: part `share` of `of` of the hashes.
-        number, page: of a segment or pass, and of its page; of "after": of its dense weights.
+        number, page: of a segment or pass, and of its page; of "after" and "newest": of its dense
+            weights.
         replica: who asks. It has one pass at a time.
         reply_s: how long it waits for a reply.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    method: Literal["hello", "after", "page", "pass", "next", "dense", "goodbye"]
+    method: Literal["hello", "after", "newest", "page", "pass", "next", "dense", "goodbye"]
     incarnation: _Whole = 0
     version: _Whole = 0
     number: _Whole = 0
@@ -275,6 +277,7 @@ class Publisher:
         self._methods: dict[str, Callable[[Ask], _Answer]] = {
             "hello": self._hello,
             "after": self._after,
+            "newest": self._newest,
             "page": self._page,
             "pass": self._open_pass,
             "next": self._next,
@@ -491,12 +494,13 @@ class Publisher:
         return {**found, "placement": placement}, []
 
     def _note(self, ask: Ask) -> None:
-        """That a replica is there; what it has, it says when it asks "after"."""
+        """That a replica is there; what it has, it says when it asks "after" or "newest"."""
         with self._lock:
             if len(self._replicas) > _MOST_REPLICAS:
                 self._replicas.clear()
             _, last = self._replicas.get(ask.replica, (0.0, ask))
-            self._replicas[ask.replica] = time.monotonic(), ask if ask.method == "after" else last
+            has = ask if ask.method in ("after", "newest") else last
+            self._replicas[ask.replica] = time.monotonic(), has
 
     def drain(self, timeout_s: float) -> bool:
         """Take a turn, and wait until all replicas that ask have it; whether they do."""
@@ -530,6 +534,12 @@ class Publisher:
         answer = {"known": known, "segments": listed, "closed_s": closed_s, "dense": dense}
         where = {"incarnation": there.incarnation, "version": there.version}
         return {**answer, **where, "last_step": last_step}, []
+
+    def _newest(self, ask: Ask) -> _Answer:
+        with self._lock:
+            cursor, dense, closed_s = self._cursor or Cursor(), self._dense[0], self._closed_s
+        where = {"incarnation": cursor.incarnation, "version": cursor.version}
+        return {**where, "closed_s": closed_s, "dense": dense}, []
 
     def _page(self, ask: Ask) -> _Answer:
         with self._lock:
