@@ -205,7 +205,8 @@ def as_floats(name: str, given: Array | None, shape: tuple[int, ...]) -> Array:
         raise DTypeError(
             f"dtype of input {name!r}", given.dtype, "numbers", "Send floating numbers."
         )
-    floats = np.ascontiguousarray(given, dtype=np.float32)
+    with np.errstate(over="ignore"):  # what is too large is infinite
+        floats = np.ascontiguousarray(given, dtype=np.float32)
     if not np.isfinite(floats).all():
         remedy = "Send what stands for a missing value in training."
         raise InputError(f"input {name!r}", "NaN or infinity", "finite numbers", remedy)

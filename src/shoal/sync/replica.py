@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import threading
 import time
@@ -22,6 +21,7 @@ from shoal.comm.transport import Client, Frames, Reply, Secret
 from shoal.errors import CheckpointError, ConfigError, DataError, ServerLost
 from shoal.placement import BUCKETS, Placement, hash_ids, owners
 from shoal.rules.optimizers import SGD
+from shoal.sync.answers import answer_of
 from shoal.sync.checkpoints import Only, load_checkpoint, newest_checkpoint
 from shoal.sync.pages import DeletedIds, Share, row_ranges, sealed, unpack, unpack_dense, unsealed
 from shoal.sync.publisher import LONGEST_PAUSE_S, MOST_REPLY_S, TRIES, Ask
@@ -361,7 +361,7 @@ class Replica:
 
     def _greet(self, source: _Source) -> None:
         said, _ = self._ask(source, Ask(method="hello"))
-        mine = [[spec.name, spec.dim, spec.dtype] for spec in self._trained]
+        mine = [(spec.name, spec.dim, spec.dtype) for spec in self._trained]
         wanted = {"tables": mine, "rank": source.index, "world_size": self._ranks}
         for what, value in wanted.items():
             if said[what] != value:
@@ -450,7 +450,7 @@ class Replica:
 
     def _ask(self, source: _Source, ask: Ask) -> tuple[Any, Frames]:
         said, frames = self._call(source, ask, self._reply_s).result()
-        return json.loads(unsealed(said)), frames
+        return answer_of(ask.method, unsealed(said)), frames
 
     def _call(self, source: _Source, ask: Ask, timeout_s: float) -> Reply:
         assert self._client is not None
