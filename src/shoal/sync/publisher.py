@@ -231,24 +231,9 @@ class Publisher:
         consumer: str = "publisher",
         resumed: tuple[str, Cursor] | None = None,
     ) -> None:
+        check_published(tables)
         placement = tables.placement
         self._rank, self._of = rank, 1 if placement is None else placement.world_size
-        sliced = [one.name for one in tables.shard.specs if one.hashed_as is not None]
-        if sliced:
-            raise ConfigError(
-                "tables to publish",
-                got=f"columns of tables: {sorted(sliced)}",
-                allowed="whole rows: row_wise, table_row_wise, table_wise or data_parallel tables",
-                remedy="Choose another sharding than column_wise and grid for them.",
-            )
-        coded = [one.name for one in tables.specs if one.dtype == "int8"]
-        if coded:
-            raise ConfigError(
-                "tables to publish",
-                got=f"int8 tables: {coded}",
-                allowed="rows of floats; a replica may keep them as int8",
-                remedy="Train them as float32 or float16, and give the replica dtype=int8.",
-            )
         self._shard, self.specs, self._placement = tables.shard, tables.specs, placement
         names = [spec.name for spec in self.specs]
         self._tables = {
@@ -593,6 +578,32 @@ class Publisher:
                 self._dense_packed = version, pack_dense(tensors)
             version, page = self._dense_packed
         return version, [page]
+
+
+def check_published(tables: HostedTables) -> None:
+    """On every rank alike, whichever rows it has.
+
+    Raises:
+        ConfigError: tables that are split by columns, or of int8 rows.
+    """
+    placement = tables.placement
+    placed = () if placement is None else placement.tables()
+    sliced = [name for name in placed if placement and len(placement.of(name)) > 1]
+    if sliced:
+        raise ConfigError(
+            "tables to publish",
+            got=f"columns of tables on several ranks: {sliced}",
+            allowed="whole rows: row_wise, table_row_wise, table_wise or data_parallel tables",
+            remedy="Choose another sharding than column_wise and grid for them.",
+        )
+    coded = [one.name for one in tables.specs if one.dtype == "int8"]
+    if coded:
+        raise ConfigError(
+            "tables to publish",
+            got=f"int8 tables: {coded}",
+            allowed="rows of floats; a replica may keep them as int8",
+            remedy="Train them as float32 or float16, and give the replica dtype=int8.",
+        )
 
 
 def address_of_rank(address: str, rank: int) -> str:

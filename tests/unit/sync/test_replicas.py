@@ -238,10 +238,13 @@ def test_addresses_that_are_missing_or_swapped_are_refused(order: tuple[int, ...
         until_refused(replica, "rank|world_size")
 
 
-def test_columns_on_several_ranks_are_refused() -> None:
-    one = hosted_specs(SPECS[:1], Placement(2, tuple(column_wise("user", 4, (0, 1)))), 0)
-    with pytest.raises(ConfigError, match=r"user\[0:2\]"):
-        Publisher(HostedTables(SPECS[:1], make_shard(one)))
+@pytest.mark.parametrize("rank", range(3))
+def test_columns_on_several_ranks_are_refused_by_all_of_them(rank: int) -> None:
+    """Also by one that has none of the columns, so that none waits for the others."""
+    placement = Placement(3, tuple(column_wise("user", 4, (0, 1))))
+    shard = make_shard(hosted_specs(SPECS[:1], placement, rank))
+    with pytest.raises(ConfigError, match=r"columns.*user"):
+        Publisher(HostedTables(SPECS[:1], shard, placement), rank=rank)
 
 
 def test_rows_of_any_placement_but_columns() -> None:
