@@ -16,6 +16,7 @@ from shoal import config as settings
 from shoal.checkpoint import CheckpointStore, Contents, LoadOptions, load, load_share
 from shoal.comm.transport import Secret
 from shoal.config.build import build_parts, open_data
+from shoal.serve.loading import FolderSource, ServedShare
 from shoal.sync.replica import Replica
 from shoal.table.factory import make_shard
 from shoal.table.hosting import HostedTables
@@ -94,6 +95,9 @@ def test_parameter_servers_publish_their_rows(tmp_path: Path) -> None:
         with Replica(tables, publishers, every_s=0.02) as replica:
             printed, _ = trainer.communicate(timeout=240)
             assert trainer.returncode == 0, printed
+            (folder,) = (tmp_path / "runs").iterdir()
+            dense = FolderSource(folder, ServedShare(role="dense"))  # as an entry loads it
+            assert dense.load(dense.newest() or 0).signature.inputs
             for server in started[:2]:
                 server.send_signal(signal.SIGTERM)
             for server in started[:2]:

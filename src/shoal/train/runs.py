@@ -43,7 +43,7 @@ from shoal.train.folder import RunFolder
 from shoal.train.learner import Learner, contents_of
 from shoal.train.loop import evaluate_all, train
 from shoal.train.observing import RunObserver
-from shoal.train.publishing import Publishing
+from shoal.train.publishing import Publishing, check_publishing
 from shoal.train.ranks import ALONE, Ranks, gather_ranks
 from shoal.train.resuming import LOGISTIC, find_beginning, job_of, plan_to_keep, restore
 from shoal.train.run_state import RunState
@@ -241,6 +241,7 @@ def _closing(opened: _Opened) -> Iterator[None]:
 def _run(config: RunConfig, opened: _Opened, resume: str | None) -> RunResult:
     """config: as it was given, which the run folder keeps."""
     data, ranks = opened.data, opened.ranks
+    check_publishing(config, opened.learners[0])
     _report_short(opened)
     has_events = _has_events(opened)
     examples = len(data.train.source)
