@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal import errors
+from shoal.comm.unread import UnreadLimit
 from shoal.errors import ConfigError, ServerLost, ShoalError
 
 if TYPE_CHECKING:
@@ -155,7 +156,9 @@ class Server:
         address: "tcp://HOST:PORT"; port 0 takes a free one.
         handler: makes replies; frames are good until it returns.
         threads: handlers at work at once.
-        most_bytes: of a frame; who sends more is disconnected before memory is taken.
+        most_bytes: of a frame; who sends more is disconnected before memory is taken. So is who
+            brings more than nine times as much that nobody has read, and who brings most when
+            all connections have brought more than `waiting` times as much.
         waiting: requests that may wait for a thread.
         secret: what clients must know; None: anybody may connect.
 
@@ -184,6 +187,9 @@ class Server:
         self._socket.rcvhwm = _MESSAGES
         self._socket.sndhwm = 2 * _MESSAGES  # replies above are dropped; some were given up
         _watch(self._socket)
+        self._unread = UnreadLimit(
+            self._socket, each=(_MESSAGES + 1) * most_bytes, together=waiting * most_bytes
+        )
         if secret is not None:
             secret.guard(self._socket)
         try:
@@ -197,6 +203,12 @@ class Server:
                 remedy="Choose another, or stop who has it.",
             ) from None
         self.address: str = self._socket.last_endpoint.decode()
+        if secret is None and not self.address.startswith(("tcp://127.", "tcp://[::1]")):
+            _LOG.warning(
+                "%s has no token: whoever reaches it may use it. Give it a token file, or listen"
+                " on 127.0.0.1",
+                self.address,
+            )
         if (name := _local(self.address)) is not None:
             try:
                 self._socket.bind(f"ipc://@{name}")
@@ -247,16 +259,18 @@ class Server:
                     self._socket.send_multipart(reply, copy=False)
             if self._socket in ready and not full:
                 request = self._socket.recv_multipart(copy=False)
+                self._unread.read(request)
                 if _is_request(request):
                     self._work.put(request)
                     open_requests += 1
+            self._unread.check()
             ending = self._stopping.is_set()
         for _ in self._threads:
             self._work.put(None)
         for thread in self._threads:
             thread.join()
         self._replies.close(linger=0)
-        self._socket.close(linger=_LINGER_MS)
+        _close(self._socket, linger_ms=_LINGER_MS)
 
     def _serve(self) -> None:
         zmq = _package()
@@ -609,12 +623,12 @@ def _monitor(socket: Any) -> Any:
     return socket._monitor_socket
 
 
-def _close(socket: Any) -> None:
+def _close(socket: Any, *, linger_ms: int = 0) -> None:
     monitor = _monitor(socket)
     if monitor is not None:
         socket.disable_monitor()
         monitor.close(linger=0)
-    socket.close(linger=0)
+    socket.close(linger=linger_ms)
 
 
 def _is_shared(call: _Call) -> bool:
