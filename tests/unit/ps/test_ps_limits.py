@@ -22,7 +22,7 @@ from shoal.cli import app
 from shoal.comm import transport
 from shoal.comm.transport import Client, Frames, Secret, Server
 from shoal.config.build import build_parts, build_tables, open_data
-from shoal.errors import InputError, ServerLost, ShoalError
+from shoal.errors import ConfigError, InputError, ServerLost, ShoalError
 from shoal.ps.client import Patience, RowsOverServers, ServerTicket, connect, health_of
 from shoal.ps.saving import ServerSaver
 from shoal.ps.server import TableServer
@@ -200,6 +200,45 @@ def test_who_does_not_know_the_token_has_one_frame(sent: bytes) -> None:
     assert worker.size(0) == 0
     worker.servers.close()
     server.stop()
+
+
+TOKENS = {
+    "another": (Secret("a token of the servers"), Secret("a token of nobody else")),
+    "none of the worker": (Secret("a token of the servers"), None),
+    "none of the server": (None, Secret("a token of the workers")),
+}
+
+
+@pytest.mark.parametrize("unix", [False, True], ids=["tcp", "unix"])
+@pytest.mark.parametrize(("theirs", "own"), TOKENS.values(), ids=TOKENS)
+def test_a_worker_with_the_wrong_token_ends(
+    theirs: Secret | None, own: Secret | None, unix: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not unix:
+        monkeypatch.setattr(transport, "_local", lambda address: None)
+    rows = TableServer(SPECS, index=0, of=1)
+    server = rows.serve("tcp://127.0.0.1:0", secret=theirs)
+    patience = Patience(reply_s=2, repeats=0)
+    with pytest.raises(ServerLost, match=r"greeting failed.*another token(.|\n)*one token file"):
+        connect([server.address], SPECS, secret=own, patience=patience)
+    assert health_of([server.address], secret=own, timeout_s=0.5) == [None]
+    worker = connect([server.address], SPECS, secret=theirs).shard  # as if nothing had been
+    worker.servers.close()
+    server.stop()
+
+
+@pytest.mark.parametrize("text", ["", "fifteen letters", "  \n fifteen letters \n "])
+def test_a_token_that_can_be_guessed_is_refused(text: str, tmp_path: Path) -> None:
+    """Its key is a hash: who records a greeting can try out tokens at leisure."""
+    file = tmp_path / "token"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"token: \d+ characters.*16(.|\n)*openssl rand"):
+        Secret.of_file(str(file))
+    with pytest.raises(ConfigError, match="characters"):
+        Secret(text.strip())
+    assert Secret.of_file(None) is None
+    file.write_text("sixteen letters!\n")
+    assert Secret.of_file(str(file)) == Secret("sixteen letters!")
 
 
 def test_a_reply_that_is_too_large_for_the_client_is_never_read() -> None:
