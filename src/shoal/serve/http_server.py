@@ -6,7 +6,7 @@ import asyncio
 import html
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -191,41 +191,53 @@ def _wrong_method(allowed: str) -> Response:
 _STYLE = """
 :root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
 body { margin: 2em auto; max-width: 60em; padding: 0 1em; }
+div { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; width: 100%; }
-th, td { text-align: left; padding: .3em 1em .3em 0; border-bottom: 1px solid #8884; }
+th, td { text-align: left; vertical-align: top; padding: .3em 1em .3em 0;
+  border-bottom: 1px solid #8884; white-space: nowrap; }
+td.text { white-space: normal; min-width: 16em; overflow-wrap: anywhere; }
 th { font-weight: 500; opacity: .7; }
 """.strip()
 
 
 def status_page(service: Service, version: str) -> str:
     """Versions, staleness and rates of all models, as one HTML page that asks for itself again."""
-    rows = []
+    models = []
     for name in service.models.names:
         staleness_s = service.models.staleness_s(name)
         for one in service.models.states(name):
-            cells = [
-                name,
-                str(one.version),
-                one.state,
-                "" if staleness_s is None else f"{staleness_s:.2f} s",
-                one.error,
-            ]
-            rows.append("".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
+            served = one.state == "AVAILABLE" and staleness_s is not None
+            number = "" if one.state == "START" else str(one.version)
+            age = f"{staleness_s:.2f} s" if served else ""
+            models.append((name, number, one.state, age, one.error))
     rates = []
     uptime_s = max(time.time() - service.started_s, 1e-9)
     for model, protocol, count, seconds in service.totals():
         mean = f"{1000 * seconds / count:.2f} ms" if count else ""
-        cells = [model, protocol, f"{count:,.0f}", f"{count / uptime_s:,.1f}", mean]
-        rates.append("".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
+        rate = f"{count / uptime_s:,.1f}"
+        rates.append((model or "(unknown)", protocol, f"{count:,.0f}", rate, mean))
+    heads = (
+        ("model", "version", "state", "staleness", "problem"),
+        ("model", "protocol", "requests", "requests/s since the start", "mean time"),
+    )
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Shoal</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="refresh" content="5"><style>{_STYLE}</style></head><body>
 <h1>Shoal {html.escape(version)}</h1>
 <h2>Models</h2>
-<table><tr><th>model</th><th>version</th><th>state</th><th>staleness</th><th></th></tr>
-{"".join(f"<tr>{row}</tr>" for row in rows)}</table>
+{_table(heads[0], models)}
 <h2>Requests</h2>
-<table><tr><th>model</th><th>protocol</th><th>requests</th><th>a second, since the start</th>
-<th>mean time</th></tr>{"".join(f"<tr>{row}</tr>" for row in rates)}</table>
+{_table(heads[1], rates)}
 </body></html>
 """
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    heads = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
+    lines = [f"<tr>{heads}</tr>"]
+    for row in rows:
+        *short, last = (html.escape(cell) for cell in row)
+        cells = "".join(f"<td>{cell}</td>" for cell in short)
+        lines.append(f'<tr>{cells}<td class="text">{last}</td></tr>')
+    return f"<div><table>{''.join(lines)}</table></div>"
