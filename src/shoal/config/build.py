@@ -30,6 +30,7 @@ from shoal.data import (
     Order,
     Pace,
     ParquetSource,
+    Quarantine,
     RankShare,
     Recipe,
     Source,
@@ -272,12 +273,14 @@ class RunData:
         features: names of the id features, in batch order.
         num_dense: dense columns.
         train, evaluation: batches; may be iterated more than once.
+        quarantine: where rows and files go that cannot be used; None: they are errors.
     """
 
     features: tuple[str, ...]
     num_dense: int
     train: Loader
     evaluation: Loader
+    quarantine: Quarantine | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +322,11 @@ def open_data(config: RunConfig, share: RankShare | None = None) -> RunData:
         DataError: a file that is missing, empty or malformed, or no examples on one side.
     """
     settings = config.data
-    training, evaluation = _sides(config)
+    quarantine = None
+    if settings.quarantine is not None:
+        rank = share.rank if share else config.distributed.worker
+        quarantine = Quarantine(**settings.quarantine.model_dump(), rank=rank)
+    training, evaluation = _sides(config, quarantine)
     pins = resolve_device(config.device).startswith("cuda")
     # Of one value there is no variance.
     normalises = getattr(config.model, "batch_norm", False)
@@ -360,10 +367,11 @@ def open_data(config: RunConfig, share: RankShare | None = None) -> RunData:
             prefetch=settings.prefetch,
             pin_memory=pins,
         ),
+        quarantine=quarantine,
     )
 
 
-def _sides(config: RunConfig) -> tuple[Source, Source]:
+def _sides(config: RunConfig, quarantine: Quarantine | None) -> tuple[Source, Source]:
     source, at_s = config.data.source, _split_s(config)
     if isinstance(source, SyntheticSource):
         return _synthetic(source, config.seed)
@@ -377,9 +385,9 @@ def _sides(config: RunConfig) -> tuple[Source, Source]:
             allowed="one of data.split (a time) and data.source.eval_paths (files)",
             remedy="Set one of them.",
         )
-    training = _files(source, source.paths)
+    training = _files(source, source.paths, quarantine)
     if at_s is None:
-        return training, _files(source, source.eval_paths)
+        return training, _files(source, source.eval_paths, quarantine)
     return split_by_time(training, at_s)
 
 
@@ -416,11 +424,11 @@ def _recipe(settings: FileSource) -> Recipe:
     )
 
 
-def _files(settings: FileSource, paths: tuple[str, ...]) -> Source:
+def _files(settings: FileSource, paths: tuple[str, ...], quarantine: Quarantine | None) -> Source:
     recipe = _recipe(settings)
     if isinstance(settings, tree.CsvFiles):
-        return CsvSource(paths, recipe)
-    return ParquetSource(paths, recipe)
+        return CsvSource(paths, recipe, quarantine)
+    return ParquetSource(paths, recipe, quarantine=quarantine)
 
 
 def _synthetic(settings: SyntheticSource, seed: int) -> tuple[Source, Source]:

@@ -407,6 +407,22 @@ class PaceSettings(Section):
     clock_s: Annotated[float, Field(ge=0, le=1e11)] | None = None
 
 
+def _by_path(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
+class QuarantineSettings(Section):
+    """Where rows and files that cannot be used are named, and how many may be, on each rank.
+
+    `same_columns`: a file whose columns differ from the first file's in name or type is one.
+    """
+
+    path: str
+    most_rows: Annotated[int, Field(ge=0, lt=1 << 31)] = 1_000
+    most_files: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
+    same_columns: bool = False
+
+
 class DataSettings(Section):
     """Where examples come from and in which order.
 
@@ -426,6 +442,7 @@ class DataSettings(Section):
     last_batch: Literal["merge", "drop"] = "merge"
     max_examples: Examples | None = None
     pace: PaceSettings | None = None
+    quarantine: Annotated[QuarantineSettings | None, BeforeValidator(_by_path)] = None
 
 
 class BiasSettings(Section):
@@ -537,10 +554,6 @@ class WarmStartSettings(Section):
     allow_unknown: tuple[str, ...] = ()
     dense: bool = True
     state: bool = True
-
-
-def _by_path(value: Any) -> Any:
-    return {"path": value} if isinstance(value, str) else value
 
 
 class CheckpointSettings(Section):

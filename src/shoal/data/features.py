@@ -224,7 +224,7 @@ def _evaluated(table: pa.Table, recipe: Recipe, rows: Rows, threads: int = 1) ->
     return Evaluated({**ids, **more.ids}, more.weights, [*dense, *more.dense])
 
 
-def encode_times(table: pa.Table, recipe: Recipe, where: str) -> Tensor:
+def encode_times(table: pa.Table, recipe: Recipe, where: str, *, first_row: int = 0) -> Tensor:
     """Event times, int64 [N], whole seconds; 0 for a recipe without a time column.
 
     Raises:
@@ -233,4 +233,4 @@ def encode_times(table: pa.Table, recipe: Recipe, where: str) -> Tensor:
     if recipe.time is None:
         return torch.zeros(table.num_rows, dtype=torch.int64, device="cpu")
     column = columns.decoded(table.column(recipe.time))
-    return columns.times(column, recipe.time, Rows(where))
+    return columns.times(column, recipe.time, Rows(where, first_row))

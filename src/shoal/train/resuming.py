@@ -115,6 +115,7 @@ _FREE = (
     "eval",
     "data.prefetch",
     "data.epochs",
+    "data.quarantine",
     "distributed.placement",
     "distributed.plan",
     "distributed.topology",

@@ -289,6 +289,9 @@ def _run(config: RunConfig, opened: _Opened, resume: str | None) -> RunResult:
         saver.on_begin = publishing.saved
         _train(opened, run_state, saver, sinks, publishing)
         result = _evaluate_run(opened, folder, run_state, sinks)
+    bad = data.quarantine
+    if bad is not None and (bad.rows or bad.files):
+        opened.print(f"left out: {bad.rows:,} rows and {bad.files:,} files, named in {bad.path}")
     if folder.report.is_file():
         opened.print(f"report: {folder.report}")
     return result
