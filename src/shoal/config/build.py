@@ -416,7 +416,7 @@ def _pace(config: RunConfig) -> Pace | None:
 
 
 def _recipe(settings: FileSource) -> Recipe:
-    shared = {"label", "dense", "dense_fill", "time", "weight"}
+    shared = {"label", "dense", "dense_fill", "time", "weight", "group"}
     return Recipe(
         ids=tuple(IdFeature(name=name, **own.model_dump()) for name, own in settings.ids.items()),
         computed=settings.features,

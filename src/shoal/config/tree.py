@@ -359,6 +359,7 @@ class FileSource(Section):
     dense_fill: Annotated[float, Field(allow_inf_nan=False)] | None = None
     time: str | None = None
     weight: str | None = None
+    group: str | None = None
 
 
 class ParquetFiles(FileSource):

@@ -267,7 +267,8 @@ def evaluate_all(
     with progress:
         for batch in batches:
             for one in learners:
-                metrics[one.name].update(one.predict(batch), batch.labels, batch.weights)
+                found_B = one.predict(batch)
+                metrics[one.name].update(found_B, batch.labels, batch.weights, batch.groups_B)
             examples += batch.labels.numel()
             done = batch.position if ranks.many else examples
             if ranks.leads and progress.due():

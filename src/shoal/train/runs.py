@@ -420,7 +420,8 @@ def _evaluate_run(
     scalars = {
         f"eval/{figure}/{name}": sheet[figure]
         for name, sheet in metrics.items()
-        for figure in ("auc", "log_loss", "ne", "calibration")
+        for figure in ("auc", "gauc", "log_loss", "ne", "calibration")
+        if figure in sheet
     }
     sinks.write(run_state.steps, scalars)
     result = RunResult(

@@ -11,10 +11,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from rich.console import Console
 
 from shoal import config, train
 from shoal.errors import DataError
+from shoal.metrics import grouped_auc
 
 ROWS = 640
 
@@ -90,3 +92,19 @@ def test_bad_rows_of_a_run_are_left_out_or_end_it(data: Path):
     few = {"quarantine": {"path": str(file), "most_rows": 3}}
     with pytest.raises(DataError, match=r"bad rows of the data: got 4"):
         run(settings(data, data=few))
+
+
+def test_auc_by_group_is_an_evaluation_s(data: Path):
+    result, out = run(settings(data, source={"group": "user"}))
+    sheet = result.metrics["deepfm"]
+    assert "GAUC" in out
+    assert 0.5 < sheet["gauc"] <= 1
+    assert sheet["gauc"] != sheet["auc"]
+    assert "gauc" not in result.metrics["base_rate"]
+    predictions = train.predict(str(result.folder), console=Console(quiet=True))
+    rows = pq.read_table(predictions).to_pydict()
+    users = pq.read_table(data / "rows.parquet")["user"].to_numpy()
+    found = grouped_auc(
+        torch.tensor(rows["prediction"]), torch.tensor(rows["label"]), torch.tensor(users)
+    )
+    assert sheet["gauc"] == pytest.approx(found.auc, abs=1e-12)
