@@ -87,12 +87,21 @@ SPLIT = {
     "model": {"kind": "dcn", "hidden": [4]},
     "distributed": {"dense": "fsdp2", "placement": "grid"},
 }
+WATCHED = {
+    "eval": {"batch_size": 100, "every_steps": 9, "early_stop": {"metric": "auc", "patience": 2}},
+    "checkpoint": {"keep_best": "log_loss", "every_steps": 7},
+    "dense_optimizer": {
+        "kind": "sgd",
+        "lr": {"kind": "piecewise", "boundaries": [20], "values": [0.05, 50]},
+    },
+}
 CASES = {
     "plain": PLAIN,
     "accumulated": ACCUMULATED,
     "normed": NORMED,
     "admitted": ADMITTED,
     "split": SPLIT,
+    "watched": WATCHED,
 }
 
 
@@ -130,6 +139,16 @@ def test_two_ranks_train_the_model_of_one(runs: tuple[list[Any], list[Any]], cas
     loose = 2e-3 if list(CASES)[case] == "admitted" else 1e-4  # bfloat16 rounds either way
     for model, sheet in alone[0].items():
         assert both[0][model] == pytest.approx(sheet, rel=loose), model
+
+
+def test_ranks_stop_early_together_and_keep_the_same_best(
+    runs: tuple[list[Any], list[Any]],
+) -> None:
+    alone, both = (side[list(CASES).index("watched")] for side in runs)
+    assert alone[2][2] < 2 * -(-TRAIN // BATCH)
+    one, two = (json.loads((run[3] / "best.json").read_text()) for run in (alone, both))
+    assert two == {**one, "value": pytest.approx(one["value"], rel=1e-4)}
+    assert (both[3] / "checkpoints" / two["checkpoint"]).is_dir()
 
 
 def points(folder: Path) -> list[dict[str, Any]]:

@@ -525,11 +525,28 @@ class DenseOptimizerSettings(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
 
 
+MetricName = Literal["auc", "gauc", "log_loss", "ne"]
+
+
+class EarlyStopSettings(Section):
+    """Stop after `patience` evaluations in a row that improve on the best by `least` at most."""
+
+    metric: MetricName
+    patience: Count = 3
+    least: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+
+def _by_metric(value: Any) -> Any:
+    return {"metric": value} if isinstance(value, str) else value
+
+
 class EvalSettings(Section):
-    """How the evaluation runs."""
+    """How the evaluation runs: after training, and every so many steps of it."""
 
     batch_size: Count = 4096
     max_examples: Examples | None = None
+    every_steps: Count | None = None
+    early_stop: Annotated[EarlyStopSettings | None, BeforeValidator(_by_metric)] = None
 
 
 class LoggingSettings(Section):
@@ -563,7 +580,8 @@ class CheckpointSettings(Section):
     `dir` None is `checkpoints/` in the run folder. Each `full_every`-th save is full, the others
     hold what changed since. `keep_full` full ones stay, with what builds on them. `warm_start`
     counts only where there is nothing to resume. More than `failures_allowed` saves in a row
-    that fail, and the last one of a run, end it.
+    that fail, and the last one of a run, end it. The checkpoint of the evaluation with the best
+    `keep_best` stays.
     """
 
     dir: str | None = None
@@ -571,6 +589,7 @@ class CheckpointSettings(Section):
     every_s: Seconds | None = None
     full_every: Count = 10
     keep_full: Count = 2
+    keep_best: MetricName | None = None
     failures_allowed: Few = 3
     background: bool = True
     resume: Literal["auto", "never", "must"] = "auto"
@@ -745,3 +764,16 @@ class RunConfig(Section):
     output: OutputSettings = Field(default_factory=OutputSettings)
     checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
     publish: PublishSettings | None = None
+
+    @model_validator(mode="after")
+    def _evaluates_on_the_way(self) -> RunConfig:
+        early, best = self.eval.early_stop, self.checkpoint.keep_best
+        wanted = {best, early and early.metric} - {None}
+        if wanted and self.eval.every_steps is None:
+            allowed, remedy = "steps between evaluations", "Set eval.every_steps."
+            what = "eval.every_steps with eval.early_stop or checkpoint.keep_best"
+            raise ConfigError(what, got=None, allowed=allowed, remedy=remedy)
+        if "gauc" in wanted and getattr(self.data.source, "group", None) is None:
+            allowed, remedy = "a column of groups", "Set data.source.group, or use auc."
+            raise ConfigError("data.source.group with the metric gauc", None, allowed, remedy)
+        return self

@@ -6,6 +6,7 @@ batch. Order, passes, ranks and read-ahead are the loader's.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -174,6 +175,7 @@ class ParquetSource:
         self._starts_G = torch.tensor([group.start for group in groups], device="cpu")
         self._size = start
         self._cache: OrderedDict[int, _Decoded] = OrderedDict()
+        self._lock = threading.Lock()  # training and evaluation may share a source
 
     def _opened(self, path: Path) -> Any:
         file = _open_parquet(path)
@@ -228,6 +230,10 @@ class ParquetSource:
         Raises:
             DataError: a row group is damaged or holds what the recipe does not allow.
         """
+        with self._lock:
+            return self._taken(rows_B)
+
+    def _taken(self, rows_B: Tensor) -> Batch:
         group_B = torch.searchsorted(self._starts_G, rows_B, right=True) - 1
         needed = torch.unique(group_B).tolist()
         if not needed:

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -39,6 +40,7 @@ from shoal.telemetry import (
 )
 from shoal.train import folder as folders
 from shoal.train import summary
+from shoal.train.course import Course
 from shoal.train.folder import RunFolder
 from shoal.train.learner import Learner, contents_of
 from shoal.train.loop import evaluate_all, train
@@ -287,7 +289,7 @@ def _run(config: RunConfig, opened: _Opened, resume: str | None) -> RunResult:
         publishing = Publishing(config, ranks, opened.learners[0], opened.print, chain)
         held.enter_context(publishing)
         saver.on_begin = publishing.saved
-        _train(opened, run_state, saver, sinks, publishing)
+        _train(opened, run_state, saver, sinks, publishing, folder)
         result = _evaluate_run(opened, folder, run_state, sinks)
     bad = data.quarantine
     if bad is not None and (bad.rows or bad.files):
@@ -373,12 +375,21 @@ def _trained(
 
 
 def _train(
-    opened: _Opened, run_state: RunState, saver: Saver, sink: ScalarSink, publishing: Publishing
+    opened: _Opened,
+    run_state: RunState,
+    saver: Saver,
+    sink: ScalarSink,
+    publishing: Publishing,
+    folder: RunFolder,
 ) -> None:
     """Train from where the run_state is to the end, and save."""
     config, data, ranks = opened.config, opened.data, opened.ranks
     staleness = config.distributed.staleness
     observer = RunObserver(config, ranks, opened.learners[0], on_step=publishing.stepped)
+    course = None
+    if config.eval.every_steps is not None:
+        evaluate = partial(_evaluate_on_the_way, opened, run_state, sink)
+        course = Course(config, run_state, saver, evaluate, folder)
     with old_objects_set_aside(), saver:
         train(
             run_state,
@@ -390,9 +401,32 @@ def _train(
             sink,
             staleness=staleness if ranks.many or staleness else None,
             evict_every_s=config.evict_every_s if opened.learners[0].expires else None,
+            course=course,
         )
+        if course is not None:
+            if course.stops:
+                opened.print(f"stopped early after step {run_state.steps}")
+            course.finish()
         saver.finish(model=config.output.save_model)
         publishing.finish()
+
+
+def _evaluate_on_the_way(
+    opened: _Opened, run_state: RunState, sink: ScalarSink
+) -> Mapping[str, float]:
+    """Evaluate the model between two steps, which is no time of training."""
+    main, batches = opened.learners[0], opened.data.evaluation
+    run_state.ended()
+    silent = ProgressLine(Console(quiet=True), "evaluate", batches.examples)
+    results = evaluate_all([main], batches, silent, opened.ranks)
+    main.model.train()
+    name, result = next(iter(results.items()))
+    sheet = {k: v for k, v in summary.figures(result).items() if k in summary.SHOWN}
+    sink.write(run_state.steps, {f"eval/{figure}/{name}": v for figure, v in sheet.items()})
+    shown = ", ".join(f"{figure} {value:.4f}" for figure, value in sheet.items())
+    opened.print(f"step {run_state.steps}: {shown}")
+    run_state.started()
+    return sheet
 
 
 def _evaluate(
@@ -420,7 +454,7 @@ def _evaluate_run(
     scalars = {
         f"eval/{figure}/{name}": sheet[figure]
         for name, sheet in metrics.items()
-        for figure in ("auc", "gauc", "log_loss", "ne", "calibration")
+        for figure in summary.SHOWN
         if figure in sheet
     }
     sinks.write(run_state.steps, scalars)

@@ -266,6 +266,13 @@ def _joined(labels: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Tenso
 
 
 BASE_RATE = "base_rate"
+SHOWN = {
+    "auc": "AUC",
+    "gauc": "GAUC",
+    "log_loss": "log loss",
+    "ne": "NE",
+    "calibration": "calibration",
+}
 _GROWTH_TABLES = 4
 
 
@@ -351,14 +358,8 @@ def base_rate_figures(base_rate: float, result: BinaryResult) -> dict[str, float
 
 def metric_table(metrics: Mapping[str, Mapping[str, float]], title: str) -> Table:
     """The table a person sees at the end; the first model is the run's own."""
-    shown = {
-        "auc": "AUC",
-        "gauc": "GAUC",
-        "log_loss": "log loss",
-        "ne": "NE",
-        "calibration": "calibration",
-    }
-    shown = {key: heading for key, heading in shown.items() if key in next(iter(metrics.values()))}
+    first = next(iter(metrics.values()))
+    shown = {key: heading for key, heading in SHOWN.items() if key in first}
     table = Table(title=title, title_justify="left")
     table.add_column("model")
     for heading in shown.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from rich.console import Console
 
 from shoal import config, train
-from shoal.errors import DataError
+from shoal.errors import ConfigError, DataError
 from shoal.metrics import grouped_auc
 
 ROWS = 640
@@ -108,3 +109,102 @@ def test_auc_by_group_is_an_evaluation_s(data: Path):
         torch.tensor(rows["prediction"]), torch.tensor(rows["label"]), torch.tensor(users)
     )
     assert sheet["gauc"] == pytest.approx(found.auc, abs=1e-12)
+
+
+def steps_of(out: str) -> dict[int, float]:
+    """Step -> AUC of the evaluations that a run printed."""
+    found = re.findall(r"^step (\d+): auc ([\d.]+)", out, flags=re.MULTILINE)
+    return {int(step): float(value) for step, value in found}
+
+
+def dense_of(result: train.RunResult) -> bytes:
+    return b"".join(
+        path.read_bytes() for path in sorted((result.folder / "checkpoints").rglob("*.distcp"))
+    )
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_evaluations_on_the_way_change_no_bit_of_training(data: Path, staleness: int):
+    model = {"kind": "deepfm", "hidden": [4], "dropout": 0.2}
+    more = {"model": model, "distributed": {"staleness": staleness}}
+    plain, _ = run(settings(data, **more))
+    watched, out = run(settings(data, **more, eval={"every_steps": 6}))
+    assert list(steps_of(out)) == [6, 12, 18]
+    assert watched.metrics == plain.metrics
+    assert dense_of(watched) == dense_of(plain)
+    lines = (watched.folder / "logs" / "log.jsonl").read_text().splitlines()
+    log = [json.loads(line) for line in lines]
+    assert [line["step"] for line in log if "eval/auc/deepfm" in line] == [6, 12, 18, 20]
+
+
+DIVERGES = {"kind": "sgd", "lr": {"kind": "piecewise", "boundaries": [30], "values": [0.1, 60]}}
+
+
+@pytest.mark.parametrize("metric", ["auc", "log_loss"])
+def test_the_best_checkpoint_stays_and_training_stops_early(data: Path, metric: str):
+    made = settings(
+        data,
+        data={"epochs": 9},
+        dense_optimizer=DIVERGES,
+        eval={"every_steps": 10, "early_stop": {"metric": metric, "patience": 3}},
+        checkpoint={"keep_best": metric, "keep_full": 1, "every_steps": 5, "full_every": 1},
+    )
+    result, out = run(made)
+    evaluated = steps_of(out)
+    stopped = max(evaluated)
+    assert f"stopped early after step {stopped}" in out
+    assert (result.steps, stopped % 10) == (stopped, 0)
+    assert stopped < 180
+    best = json.loads((result.folder / "best.json").read_text())
+    assert best["step"] == stopped - 30
+    assert best["metric"] == metric
+    if metric == "auc":
+        assert best["value"] == pytest.approx(max(evaluated.values()), abs=1e-4)
+    names = {path.name for path in (result.folder / "checkpoints").glob("step-*")}
+    assert names == {best["checkpoint"], f"step-{stopped:012d}-full"}
+    # The best is what is evaluated and predicted with; training continues from the newest.
+    again = train.evaluate(str(result.folder), console=Console(quiet=True))
+    assert again["deepfm"][metric] == pytest.approx(best["value"], abs=1e-9)
+    assert result.metrics["deepfm"][metric] != again["deepfm"][metric]
+
+
+def test_a_run_that_resumes_remembers_its_best(data: Path):
+    def made(epochs: int) -> config.RunConfig:
+        return settings(
+            data,
+            data={"epochs": epochs},
+            dense_optimizer=DIVERGES,
+            eval={"every_steps": 10, "early_stop": {"metric": "auc", "patience": 4}},
+            checkpoint={"keep_best": "auc", "keep_full": 1},
+        )
+
+    whole, out = run(made(9))
+    part, first = run(made(2))
+    resumed, second = run(made(9), resume=str(part.folder))
+    assert steps_of(first) | steps_of(second) == steps_of(out)
+    assert resumed.steps == whole.steps
+    one, other = (json.loads((own.folder / "best.json").read_text()) for own in (whole, resumed))
+    assert one == other
+    assert (resumed.folder / "checkpoints" / one["checkpoint"]).is_dir()
+
+
+def test_a_last_model_that_is_the_best_is_kept(data: Path):
+    made = settings(data, eval={"every_steps": 1000}, checkpoint={"keep_best": "log_loss"})
+    result, _ = run(made)
+    best = json.loads((result.folder / "best.json").read_text())
+    assert (best["step"], best["value"]) == (20, result.metrics["deepfm"]["log_loss"])
+    assert len(list((result.folder / "checkpoints").glob("step-*"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"eval": {"early_stop": "auc"}}, "eval.every_steps with"),
+        ({"checkpoint": {"keep_best": "auc"}}, "eval.every_steps with"),
+        ({"eval": {"every_steps": 1, "early_stop": "gauc"}}, "data.source.group"),
+        ({"eval": {"every_steps": 1, "early_stop": "f1"}}, "early_stop"),
+    ],
+)
+def test_what_early_stops_and_best_models_need(data: Path, changes: dict[str, Any], words: str):
+    with pytest.raises(ConfigError, match=words):
+        settings(data, **changes)
