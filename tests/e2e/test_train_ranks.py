@@ -361,3 +361,23 @@ def test_a_wrong_config_is_told_and_ends_with_2(tmp_path: Path) -> None:
     for code, _, err in found:
         assert code == 2
         assert "unknown kind of model" in err
+
+
+def batch_and_steps(folder: Path, changes: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
+    result = train.run(settings(folder, changes), console=SILENT)
+    return result.steps, dict(result.metrics["deepfm"])
+
+
+def test_rates_and_batches_grow_with_the_number_of_ranks(tmp_path: Path) -> None:
+    base = {**DATA, "source": {**SOURCE, "examples": 992}}
+    grown = {"data": base, "distributed": {"lr_scaling": "sqrt", "batch_scaling": "linear"}}
+    table = {**TABLE, "optimizer": {"kind": "adagrad", "lr": 0.3 * 2**0.5}}
+    by_hand = {
+        "data": {**base, "batch_size": 2 * BATCH},
+        "tables": {"default": table},
+        "dense_optimizer": {"kind": "sgd", "lr": 0.05 * 2**0.5},
+    }
+    (two, _) = run_ranks(2, batch_and_steps, tmp_path / "two", grown, timeout_s=100)
+    steps, sheet = batch_and_steps(tmp_path / "one", by_hand)
+    assert (two[0], steps) == (32, 32)
+    assert two[1] == pytest.approx(sheet, rel=1e-4)

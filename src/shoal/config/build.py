@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -122,7 +123,8 @@ def _tables(
 ) -> tuple[TableSpec, ...]:
     used = tuple(dict.fromkeys(own.table or name for name, own in settings.items()))
     for name in config.tables:
-        if name != RunConfig.DEFAULT_TABLE and name not in used:
+        fits = name in used or any(fnmatchcase(table, name) for table in used)
+        if name != RunConfig.DEFAULT_TABLE and not fits:
             raise unknown_name("table", name, used, remedy="Tables are named by features.*.table.")
     return tuple(_table(name, _settings_of(config, name), segments) for name in used)
 
@@ -173,8 +175,10 @@ def _segments_of(model: AnyModel) -> tuple[str, ...]:
 
 
 def _settings_of(config: RunConfig, table: str) -> TableSettings:
-    default = config.tables.get(RunConfig.DEFAULT_TABLE)
-    return config.tables.get(table) or default or TableSettings()
+    """Those of its name, else of the first pattern that fits it, else of all tables."""
+    fitting = (own for name, own in config.tables.items() if fnmatchcase(table, name))
+    default = config.tables.get(RunConfig.DEFAULT_TABLE, TableSettings())
+    return config.tables.get(table) or next(fitting, default)
 
 
 def _table(name: str, settings: TableSettings, segments: tuple[str, ...]) -> TableSpec:

@@ -662,11 +662,16 @@ class ServersSettings(Section):
     most_mib: Annotated[int, Field(ge=1, le=2047)] = 256
 
 
+Scaling = Literal["none", "sqrt", "linear"]
+
+
 class DistributedSettings(Section):
     """What matters when a run has several ranks; one rank alone reads `staleness` and what
     concerns parameter servers.
 
-    `grad_reduce` is of rows: "mean" trains as one process does, "sum" is Monolith's. `plan` is a
+    `grad_reduce` is of rows: "mean" trains as one process does, "sum" is Monolith's. All learning
+    rates and `data.batch_size` are multiplied by the number of ranks, or its root, as `lr_scaling`
+    and `batch_scaling` say. `plan` is a
     file of `shoal plan`; `topology` and `statistics` are what placement "auto" plans with. Under
     `dense: average` this process is `worker` of about `workers` that have no process group: it
     reads its part of every batch, and every `average_every` steps moves towards the average of
@@ -677,6 +682,8 @@ class DistributedSettings(Section):
         default_factory=PlacementSettings
     )
     grad_reduce: GradReduce = "mean"
+    lr_scaling: Scaling = "none"
+    batch_scaling: Scaling = "none"
     plan: str | None = None
     topology: str | None = None
     statistics: str | None = None
@@ -757,6 +764,8 @@ class RunConfig(Section):
     nan_clip: Annotated[float, Field(gt=0, le=3e38)] = 1.0
     evict_every_s: Count = 86_400
     profile: str | None = None
+    deterministic: bool = False
+    tf32: bool | None = None
     distributed: DistributedSettings = Field(default_factory=DistributedSettings)
     eval: EvalSettings = Field(default_factory=EvalSettings)
     baselines: tuple[Literal["base_rate", "logistic"], ...] = ("base_rate", "logistic")

@@ -30,7 +30,7 @@ from shoal.ps.averaging import DenseAverage, average_of
 from shoal.ps.client import Patience, ServerExchange, Servers, connect
 from shoal.ps.membership import ROLE, discovery_of, servers_of
 from shoal.ps.sending import Staleness
-from shoal.rules.schedules import as_rate
+from shoal.rules.schedules import Schedule, as_rate
 from shoal.table.hosting import HostedTables, hosted_spec
 from shoal.table.spec import TableSpec
 from shoal.train.ranks import ALONE, Ranks
@@ -91,6 +91,7 @@ class Learner:
         ranks: over more than one, tables are placed, the dense module is replicated or split, and
             batch normalisation counts the examples of all ranks.
         previous: the plan of the checkpoint to continue from, where that is to be kept.
+        rate_of: what becomes of the learning rates of tables and of dense weights.
 
     Attributes:
         model: Batch -> logits; a `DistributedModelParallel` over several ranks.
@@ -108,6 +109,7 @@ class Learner:
         config: RunConfig,
         ranks: Ranks = ALONE,
         previous: Callable[[], Plan | None] = lambda: None,
+        rate_of: Callable[[float | Schedule], float | Schedule] = lambda rate: rate,
     ) -> None:
         self.name = name
         self.tables = EmbeddingCollection(
@@ -130,14 +132,24 @@ class Learner:
         self.nan_policy = config.nan_policy
         self._device = torch.device(config.device)
         self._clip_norm = config.clip_norm
-        self._dense_settings = config.dense_optimizer
+        dense = config.dense_optimizer
+        self._dense_settings = dense.model_copy(update={"lr": rate_of(dense.lr)})
         self._moments: Collectives | None = None
         placed_here = ranks.mesh is not None and not self.served
         self.plan = planned(config, parts, ranks, previous) if placed_here else None
         self.model: nn.Module = self._spread(config, ranks)
-        self.optimizer = _dense_optimizer(self.module, config.dense_optimizer)
+        self.optimizer = _dense_optimizer(self.module, self._dense_settings)
+        rates = {
+            (spec.name, part.name): part.optimizer.lr
+            for spec in parts.tables
+            for part in spec.segments
+            if hasattr(part.optimizer, "lr")
+        }
         self._sparse = SparseOptimizer(
-            self.tables, nan_policy=config.nan_policy, nan_clip=config.nan_clip
+            self.tables,
+            rates={key: made for key, own in rates.items() if (made := rate_of(own)) != own},
+            nan_policy=config.nan_policy,
+            nan_clip=config.nan_clip,
         )
         # Sparse first: it refuses a bad gradient before anything has changed.
         self.joint = JointOptimizer([self._sparse, self.optimizer])

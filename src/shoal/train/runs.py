@@ -28,6 +28,7 @@ from shoal.metrics import BinaryResult
 from shoal.planner import Plan
 from shoal.planner.report import limiting
 from shoal.planner.topology import show_seconds
+from shoal.rules.schedules import settled
 from shoal.table.spec import MAX_THREADS
 from shoal.telemetry import (
     FanOut,
@@ -46,7 +47,7 @@ from shoal.train.learner import Learner, contents_of
 from shoal.train.loop import evaluate_all, train
 from shoal.train.observing import RunObserver
 from shoal.train.publishing import Publishing
-from shoal.train.ranks import ALONE, Ranks, gather_ranks
+from shoal.train.ranks import ALONE, Ranks, gather_ranks, scaled_by
 from shoal.train.resuming import LOGISTIC, find_beginning, job_of, plan_to_keep, restore
 from shoal.train.run_state import RunState
 from shoal.train.saving import Saver
@@ -185,6 +186,10 @@ def _open(
             remedy="Unset it, or set threads.",
         )
     torch.manual_seed(config.seed)
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)
+    if config.tf32 is not None:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
     data = open_data(config, ranks.share)
     models: dict[str, AnyModel] = {config.model.kind: config.model}
     if LOGISTIC in config.baselines:
@@ -199,7 +204,14 @@ def _open(
         )
         for name, model in models.items()
     }
-    learners = [Learner(name, parts, config, ranks, previous) for name, parts in every.items()]
+    rate_of = partial(
+        settled,
+        epoch_steps=-(-len(data.train) // config.data.epochs // config.accumulation),
+        factor=scaled_by(config.distributed.lr_scaling, ranks.world_size),
+    )
+    learners = [
+        Learner(name, parts, config, ranks, previous, rate_of) for name, parts in every.items()
+    ]
     ranks.step = lambda: learners[0].steps
     if ranks.many:  # models are built alike, but ranks draw different numbers, for dropout say
         torch.manual_seed(config.seed + ranks.rank)

@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 
 from shoal import config, train
+from shoal.config.build import build_tables
 from shoal.errors import ConfigError, DataError
 from shoal.metrics import grouped_auc
 
@@ -208,3 +209,48 @@ def test_a_last_model_that_is_the_best_is_kept(data: Path):
 def test_what_early_stops_and_best_models_need(data: Path, changes: dict[str, Any], words: str):
     with pytest.raises(ConfigError, match=words):
         settings(data, **changes)
+
+
+EPOCHS = {"kind": "by_epoch", "rate": {"kind": "exponential", "initial": 0.2, "gamma": 0.1}}
+STEPS = {"kind": "piecewise", "boundaries": [20, 40], "values": [0.2, 0.02, 0.002]}
+
+
+def test_rates_by_epoch_are_those_of_its_steps(data: Path):
+    found = []
+    for lr in (EPOCHS, STEPS):
+        table = {"dim": 2, "optimizer": {"kind": "adagrad", "lr": lr}}
+        made = settings(
+            data,
+            data={"epochs": 3},
+            tables={"default": table},
+            dense_optimizer={"lr": lr},
+        )
+        found.append(run(made)[0].metrics["deepfm"])
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+def test_patterns_of_tables_give_their_settings(data: Path):
+    def specs(**tables: Any) -> list[tuple[str, int, str]]:
+        made = settings(data, tables=tables)
+        return [
+            (spec.name, spec.dim, spec.segments[-1].optimizer.kind) for spec in build_tables(made)
+        ]
+
+    sgd = {"optimizer": {"kind": "sgd", "lr": 0.1}}
+    assert specs(default={"dim": 2}, **{"i*": sgd}) == [("item", 3, "sgd"), ("user", 3, "adagrad")]
+    both = specs(**{"u*": {"dim": 3}, "*": {"dim": 3, **sgd}, "item": {"dim": 3}})
+    assert both == [("item", 4, "adagrad"), ("user", 4, "adagrad")]
+    with pytest.raises(ConfigError, match="x\\*"):
+        specs(**{"x*": sgd})
+
+
+def test_deterministic_and_tf32_reach_torch(data: Path):
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    try:
+        run(settings(data, deterministic=True, tf32=True))
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.backends.cuda.matmul.allow_tf32
+        assert torch.backends.cudnn.allow_tf32
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
