@@ -177,4 +177,5 @@ def _on(config: RunConfig, device: str, world_size: int = 1) -> RunConfig:
 
 def scaled_by(how: Scaling, world_size: int) -> float:
     """What a number of one rank is multiplied by for more."""
-    return world_size ** {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[how]
+    exponent: float = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[how]
+    return float(world_size**exponent)
