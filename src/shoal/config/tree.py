@@ -518,11 +518,13 @@ ModelSettings = Annotated[
 
 
 class DenseOptimizerSettings(Section):
-    """Optimizer of the model's dense weights."""
+    """Optimizer of the model's dense weights; `ema` is the decay of their moving average, which
+    evaluations, exports and replicas take in place of the last weights."""
 
     kind: Literal["adam", "adamw", "sgd", "adagrad"] = "adam"
     lr: LearningRate = 0.001
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    ema: Annotated[float, Field(ge=0, lt=1)] | None = None
 
 
 MetricName = Literal["auc", "gauc", "log_loss", "ne"]

@@ -37,6 +37,7 @@ from shoal.serve.signature import DENSE
 from shoal.sync.replica import serving_spec
 from shoal.table.factory import make_shard
 from shoal.table.hosting import HostedTables, plan_placement
+from shoal.train.learner import average_in
 
 Mode = Literal["standalone", "distributed", "dense"]
 RowDType = Literal["float32", "float16"]
@@ -308,7 +309,8 @@ class _Writer:
         others = {f"module:{one}" for one in manifest.modules if one != name}
         others |= {f"optimizer:{one}" for one in manifest.optimizers}
         options = LoadOptions(tables=(), state=False, allow_unknown=frozenset(others))
-        load(self._url, Contents(modules={name: self._parts.module}), options=options)
+        found = load(self._url, Contents(modules={name: self._parts.module}), options=options)
+        self._parts.module.load_state_dict(average_in(found.state, name) or {}, strict=False)
 
 
 def hash_range(index: int, of: int) -> tuple[int, int]:

@@ -32,7 +32,7 @@ from shoal.table.hosting import HostedTables
 from shoal.table.spec import RowDType, TableSpec
 from shoal.train import folder as folders
 from shoal.train.folder import RunFolder
-from shoal.train.learner import AMP_DTYPES
+from shoal.train.learner import AMP_DTYPES, average_in
 
 Role = Literal["all", "entry", "ps"]
 _VERSION = re.compile(r"[0-9]{1,18}")
@@ -273,7 +273,8 @@ def load_module(url: str, config: RunConfig, module: nn.Module) -> None:
     others = frozenset(f"module:{name}" for name in read_manifest(url).modules)
     name = config.model.kind
     options = LoadOptions(tables=(), state=False, allow_unknown=others - {f"module:{name}"})
-    load(url, Contents(modules={name: module}), options=options)
+    found = load(url, Contents(modules={name: module}), options=options)
+    module.load_state_dict(average_in(found.state, name) or {}, strict=False)
 
 
 class FollowedSource:

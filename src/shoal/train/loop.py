@@ -270,7 +270,9 @@ def evaluate_all(
     """
     metrics = {one.name: BinaryMetrics(bins=CALIBRATION_BINS) for one in learners}
     examples = done = 0
-    with progress:
+    with progress, ExitStack() as held:
+        for one in learners:
+            held.enter_context(one.averaged())
         for batch in batches:
             for one in learners:
                 found_B = one.predict(batch)

@@ -43,7 +43,7 @@ from shoal.train import folder as folders
 from shoal.train import summary
 from shoal.train.course import Course
 from shoal.train.folder import RunFolder
-from shoal.train.learner import Learner, contents_of
+from shoal.train.learner import Learner, average_in, contents_of
 from shoal.train.loop import evaluate_all, train
 from shoal.train.observing import RunObserver
 from shoal.train.publishing import Publishing
@@ -348,7 +348,7 @@ def predict(
     Raises:
         ShoalError: no trained run there, wrong settings or data, or a file that cannot be written.
     """
-    with _trained(run, overrides, console) as (folder, opened):
+    with _trained(run, overrides, console) as (folder, opened), opened.learners[0].averaged():
         file = folder.predictions if out is None else out
         batches = opened.data.evaluation
         progress = opened.progress("predict", batches.examples)
@@ -377,12 +377,14 @@ def _trained(
             assert where is not None, "found before"
             # What trained the models stays there.
             optimizers = frozenset(f"optimizer:{one.name}" for one in opened.learners)
-            load(
+            found = load(
                 where,
                 contents_of(opened.learners, trains=False),
                 options=LoadOptions(allow_unknown=optimizers),
                 collectives=ranks.control,
             )
+            for one in opened.learners:
+                one.loaded(average_in(found.state, one.name))
             yield folder, opened
 
 

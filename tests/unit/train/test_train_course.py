@@ -16,9 +16,12 @@ import torch
 from rich.console import Console
 
 from shoal import config, train
-from shoal.config.build import build_tables
+from shoal.checkpoint import Contents, LoadOptions, load
+from shoal.config.build import build_parts, build_tables
 from shoal.errors import ConfigError, DataError
-from shoal.metrics import grouped_auc
+from shoal.metrics import grouped_auc, log_loss
+from shoal.serve.loading import load_module
+from shoal.train.folder import RunFolder, checkpoint_of
 
 ROWS = 640
 
@@ -254,3 +257,49 @@ def test_deterministic_and_tf32_reach_torch(data: Path):
     finally:
         torch.use_deterministic_algorithms(False)
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def test_an_average_of_dense_weights_is_what_predicts(data: Path):
+    lr = {"kind": "sgd", "lr": 0.5}
+    plain, _ = run(settings(data, dense_optimizer=lr))
+    last, _ = run(settings(data, dense_optimizer={**lr, "ema": 0.0}))
+    assert last.metrics == plain.metrics  # a decay of 0 is the last weights
+    averaged, _ = run(settings(data, dense_optimizer={**lr, "ema": 0.9}))
+    assert dense_of(averaged) == dense_of(plain)  # training is as it was
+    assert averaged.metrics["deepfm"]["log_loss"] != plain.metrics["deepfm"]["log_loss"]
+    again = train.evaluate(str(averaged.folder), console=Console(quiet=True))
+    assert again["deepfm"] == averaged.metrics["deepfm"]
+    found = train.predict(str(averaged.folder), console=Console(quiet=True))
+    labels, shown = (pq.read_table(found)[name].to_numpy() for name in ("label", "prediction"))
+    assert log_loss(torch.tensor(shown), torch.tensor(labels)) == pytest.approx(
+        averaged.metrics["deepfm"]["log_loss"], rel=1e-6
+    )
+
+
+def test_a_run_that_resumes_continues_its_average(data: Path):
+    def made(epochs: int, **more: Any) -> config.RunConfig:
+        return settings(data, data={"epochs": epochs}, dense_optimizer={"ema": 0.95}, **more)
+
+    whole, _ = run(made(2))
+    part, _ = run(made(1))
+    resumed, _ = run(made(2), resume=str(part.folder))
+    assert resumed.metrics == whole.metrics
+    warm, _ = run(made(1, checkpoint={"warm_start": str(part.folder)}))
+    assert warm.metrics["deepfm"]["auc"] > 0.6
+
+
+def test_servers_and_exports_take_the_average(data: Path):
+    result, _ = run(settings(data, dense_optimizer={"kind": "sgd", "lr": 0.5, "ema": 0.9}))
+    made = settings(data)
+    url = checkpoint_of(RunFolder(result.folder))
+    assert url is not None
+    parts = [build_parts(made, made.model, offered=("item", "user"), num_dense=1) for _ in range(2)]
+    load_module(url, made, parts[0].module)
+    names = frozenset({"optimizer:deepfm"})
+    options = LoadOptions(tables=(), state=False, allow_unknown=names)
+    found = load(url, Contents(modules={"deepfm": parts[1].module}), options=options)
+    average = found.state["run_state"]["learners"]["deepfm"]["average"]
+    raw = dict(parts[1].module.named_parameters())
+    for name, parameter in parts[0].module.named_parameters():
+        assert torch.equal(parameter, average[name])
+        assert not torch.equal(parameter, raw[name])
