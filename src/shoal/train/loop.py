@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from itertools import islice
 
@@ -16,6 +16,7 @@ from shoal.metrics import BinaryMetrics, BinaryResult
 from shoal.pipeline import create_train_pipeline
 from shoal.table.hosting import HostedTables, hosted_spec
 from shoal.telemetry import ProgressLine, ProgressState, ScalarSink
+from shoal.train.course import Course
 from shoal.train.learner import Learner, window_weight
 from shoal.train.observing import RunObserver
 from shoal.train.ranks import Ranks
@@ -67,9 +68,9 @@ def _plain(
     run_state: RunState,
     batches: Iterable[Batch],
     accumulation: int,
-    saver: Saver,
+    saver: Saver | Course,
     evict_every_s: int | None,
-) -> Iterator[Trained]:
+) -> Generator[Trained]:
     """Train window by window; for one rank."""
     learners, due_s = run_state.learners, run_state.evict_due_s
     source = iter(batches)
@@ -91,10 +92,10 @@ def _overlapping(
     run_state: RunState,
     batches: Iterable[Batch],
     accumulation: int,
-    saver: Saver,
+    saver: Saver | Course,
     evict_every_s: int | None,
     staleness: int,
-) -> Iterator[Trained]:
+) -> Generator[Trained]:
     """Train while the next batches load and their ids travel; the same windows as `_plain`."""
     learners, control, first = run_state.learners, run_state.ranks.control, run_state.steps
     every = _Every(learners).train()
@@ -184,6 +185,7 @@ def train(
     *,
     staleness: int | None = None,
     evict_every_s: int | None = None,
+    course: Course | None = None,
 ) -> None:
     """Train all learners on the same batches, one pass.
 
@@ -202,6 +204,7 @@ def train(
         staleness: go through a pipeline, where looked-up rows may be stale by so many updates;
             None: window by window, on one rank.
         evict_every_s: event seconds between two evictions of expired rows; None evicts never.
+        course: pauses for evaluations as well as for saves, and may stop early.
 
     Raises:
         CheckpointError: a save failed.
@@ -212,10 +215,11 @@ def train(
     """
     recorder, ranks = run_state.recorder, run_state.ranks
     done = run_state.position if ranks.many else recorder.examples
+    pauses = course or saver
     if staleness is None:
-        windows = _plain(run_state, batches, accumulation, saver, evict_every_s)
+        windows = _plain(run_state, batches, accumulation, pauses, evict_every_s)
     else:
-        windows = _overlapping(run_state, batches, accumulation, saver, evict_every_s, staleness)
+        windows = _overlapping(run_state, batches, accumulation, pauses, evict_every_s, staleness)
 
     def point() -> None:
         main = run_state.learners[0]
@@ -225,7 +229,7 @@ def train(
         sink.write(run_state.steps, observer.completed(scalars))
 
     run_state.started()
-    with progress, observer:
+    with progress, observer, closing(windows):
         for trained in windows:
             recorder.add(trained.window, trained.logits)
             observer.stepped()
@@ -238,7 +242,9 @@ def train(
             if trained.paused:
                 run_state.check()
                 run_state.evict_due_s = trained.evict_due_s
-                saver.on_pause()
+                pauses.on_pause()
+            if course is not None and course.stops:
+                break
             saver.check()
             if ranks.leads and progress.due():
                 progress.show(_progress_state(run_state, done, saver.status()))
@@ -264,10 +270,13 @@ def evaluate_all(
     """
     metrics = {one.name: BinaryMetrics(bins=CALIBRATION_BINS) for one in learners}
     examples = done = 0
-    with progress:
+    with progress, ExitStack() as held:
+        for one in learners:
+            held.enter_context(one.averaged())
         for batch in batches:
             for one in learners:
-                metrics[one.name].update(one.predict(batch), batch.labels, batch.weights)
+                found_B = one.predict(batch)
+                metrics[one.name].update(found_B, batch.labels, batch.weights, batch.groups_B)
             examples += batch.labels.numel()
             done = batch.position if ranks.many else examples
             if ranks.leads and progress.due():
