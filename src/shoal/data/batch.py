@@ -20,7 +20,8 @@ class Batch:
 
     Args:
         ids: F features over B examples.
-        labels: float32 [B], 0..1.
+        labels: float32 [B], 0..1; of several labels the first.
+        more_labels: float32 [B, T - 1], the others; None without any.
         dense: float32 [B, num_dense], or None when there are no dense columns.
         event_time_s: latest event time of the examples, whole seconds since 1970.
         weights: float32 [B], or None: every example weighs 1.
@@ -36,6 +37,13 @@ class Batch:
     weights: Tensor | None = None
     times_B: Tensor | None = None
     position: int = 0
+    more_labels: Tensor | None = None
+
+    @property
+    def labels_BT(self) -> Tensor:
+        """float32 [B, T]: all labels."""
+        first_B1 = self.labels.unsqueeze(1)
+        return first_B1 if self.more_labels is None else torch.cat([first_B1, self.more_labels], 1)
 
     @property
     def event_times_B(self) -> Tensor:
@@ -61,6 +69,7 @@ class Batch:
             self,
             ids=ids,
             labels=move(self.labels),
+            more_labels=None if self.more_labels is None else move(self.more_labels),
             dense=None if self.dense is None else move(self.dense),
             weights=None if self.weights is None else move(self.weights),
             times_B=None if self.times_B is None else move(self.times_B),
@@ -76,6 +85,7 @@ class TensorSource:
     Args:
         ids: feature name -> int64 [N], one id per example, or `Ragged` over N examples.
         labels: float [N], 0..1.
+        more_labels: float [N, T - 1], 0..1: others of each example, or None.
         dense: float [N, num_dense], finite, or None.
         times_s: int64 [N], event times in seconds, or None: all 0.
         weights: float [N], finite and at least 0, or None.
@@ -96,9 +106,11 @@ class TensorSource:
         times_s: Tensor | None = None,
         weights: Tensor | None = None,
         id_weights: Mapping[str, Tensor] | None = None,
+        more_labels: Tensor | None = None,
     ) -> None:
         size = labels.shape[0] if labels.ndim == 1 else -1
-        _check(ids, labels, size, {"dense": dense, "times_s": times_s, "weights": weights})
+        more = {"dense": dense, "more_labels": more_labels}
+        _check(ids, labels, size, {**more, "times_s": times_s, "weights": weights})
         self._features = tuple(ids)
         self._ids = dict(ids)
         self._labels = labels.float()
@@ -107,7 +119,9 @@ class TensorSource:
             torch.zeros(size, dtype=torch.int64, device="cpu") if times_s is None else times_s
         )
         self._weights = None if weights is None else weights.float()
+        self._more_labels = None if more_labels is None else more_labels.float().contiguous()
         _check_values("labels", self._labels, low=0.0, high=1.0)
+        _check_values("more_labels", self._more_labels, low=0.0, high=1.0)
         _check_values("dense", self._dense)
         _check_values("weights", self._weights, low=0.0)
         self._id_weights = {name: own.float() for name, own in (id_weights or {}).items()}
@@ -160,10 +174,11 @@ class TensorSource:
                 torch.from_numpy(np.concatenate(weights)) if self._id_weights else None,
             ),
             labels=_rows_of(self._labels, rows),
-            dense=None if self._dense is None else _rows_of(self._dense, rows),
+            dense=_maybe_rows(self._dense, rows),
             event_time_s=int(times_B.max(initial=0)),
-            weights=None if self._weights is None else _rows_of(self._weights, rows),
+            weights=_maybe_rows(self._weights, rows),
             times_B=torch.from_numpy(times_B),
+            more_labels=_maybe_rows(self._more_labels, rows),
         )
 
     def _weights_at(self, part: Ragged, at_N: _Array) -> _Array:
@@ -199,6 +214,7 @@ class TensorSource:
             times_s=self._times[rows_M],
             weights=None if self._weights is None else self._weights[rows_M],
             id_weights=id_weights,
+            more_labels=None if self._more_labels is None else self._more_labels[rows_M],
         )
 
 
@@ -225,6 +241,7 @@ def join(parts: Sequence[TensorSource]) -> TensorSource:
         id_weights={
             name: torch.cat([part._id_weights[name] for part in parts]) for name in weighted
         },
+        more_labels=_maybe_cat([part._more_labels for part in parts]),
     )
 
 
@@ -257,6 +274,10 @@ def _places(part: Ragged, rows_B: _Array) -> tuple[_Array, _Array]:
 
 def _rows_of(tensor: Tensor, rows: _Array) -> Tensor:
     return torch.from_numpy(tensor.numpy()[rows])
+
+
+def _maybe_rows(tensor: Tensor | None, rows: _Array) -> Tensor | None:
+    return None if tensor is None else _rows_of(tensor, rows)
 
 
 def _appended(parts: Sequence[Tensor | Ragged]) -> Tensor | Ragged:
@@ -298,7 +319,7 @@ def _check(
     for name, tensor in more.items():
         if tensor is None:
             continue
-        dims = 2 if name == "dense" else 1
+        dims = 2 if name in ("dense", "more_labels") else 1
         if tensor.ndim != dims or tensor.shape[0] != size:
             raise _shape(name, tensor, f"[{size}]" if dims == 1 else f"[{size}, num_dense]")
     times = more["times_s"]

@@ -20,8 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from shoal import config as settings
 from shoal.checkpoint import CheckpointStore
 from shoal.config import RunConfig
-from shoal.config.build import EMBEDDINGS, FIRST_ORDER, ModelParts, build_parts
+from shoal.config.build import ModelParts, build_parts
 from shoal.errors import CheckpointError
+from shoal.models.tasks import EMBEDDINGS, FIRST_ORDER, LENGTHS, SEQUENCES
 from shoal.serve.signature import DENSE, ExampleReader, ServedTensor
 
 Part = Literal["all", "entry", "ps", "dense"]
@@ -94,7 +95,7 @@ def signature_of(
     parts: ModelParts, *, part: Part, step: int, lists: Collection[str], num_dense: int, amp: str
 ) -> Signature:
     """The signature of a model, without tables; `lists` are the features with several ids."""
-    count, dim = len(parts.features), parts.tables[0].segments[-1].dim
+    count, dim, many = parts.inputs.num_features, parts.inputs.dim, len(parts.inputs.sequences)
 
     def floats(name: str, *shape: int) -> TensorSignature:
         return TensorSignature(name=name, dtype="float32", shape=(-1, *shape))
@@ -103,6 +104,9 @@ def signature_of(
     rows = [floats(EMBEDDINGS, count, dim)]
     if any(layout.name == FIRST_ORDER for layout in parts.layouts):
         rows.append(floats(FIRST_ORDER, count))
+    if many:
+        rows.append(floats(SEQUENCES, many, parts.inputs.length, dim))
+        rows.append(TensorSignature(name=LENGTHS, dtype="int64", shape=(-1, many)))
 
     def as_served(tensors: Sequence[ServedTensor]) -> tuple[TensorSignature, ...]:
         return tuple(TensorSignature.model_validate(asdict(one)) for one in tensors)
@@ -117,7 +121,7 @@ def signature_of(
         inputs=as_served(served.inputs),
         outputs=as_served(served.outputs),
         dense_inputs=(*dense, *rows),
-        dense_outputs=(floats(LOGITS),),
+        dense_outputs=(floats(LOGITS, *served.outputs[0].shape[1:]),),
         amp=amp,
     )
 

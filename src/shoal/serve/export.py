@@ -23,6 +23,7 @@ from shoal.checkpoint.store import claim
 from shoal.config import RunConfig
 from shoal.config.build import ModelParts, source_inputs
 from shoal.errors import CheckpointError, ConfigError
+from shoal.models.tasks import EMBEDDINGS, FIRST_ORDER, SEQUENCES
 from shoal.placement import BUCKETS, rank_buckets
 from shoal.serve.bundle import (
     CHECKPOINTS,
@@ -225,15 +226,17 @@ def export_dense(module: nn.Module, signature: Signature, path: str | Path) -> s
 
 
 def dense_example(signature: Signature, batch: int) -> tuple[Tensor | None, ...]:
-    """Inputs of a dense module in its order: dense, embeddings, first-order; None for missing."""
+    """Inputs of a dense module in its order; None for dense or first-order ones it lacks."""
     generator = torch.Generator().manual_seed(batch)
-    shapes = {one.name: one.shape[1:] for one in signature.dense_inputs}
-    found: list[Tensor | None] = [
-        torch.randn(batch, *shape, generator=generator, device="cpu") for shape in shapes.values()
-    ]
-    if DENSE not in shapes:
-        found.insert(0, None)
-    return (*found, None)[:3]
+    given: dict[str, Tensor | None] = dict.fromkeys((DENSE, EMBEDDINGS, FIRST_ORDER))
+    for one in signature.dense_inputs:
+        shape = (batch, *one.shape[1:])
+        if one.dtype == "int64":
+            longest = given[SEQUENCES].shape[2]  # type: ignore[union-attr]
+            given[one.name] = torch.randint(longest + 1, shape, generator=generator, device="cpu")
+        else:
+            given[one.name] = torch.randn(shape, generator=generator, device="cpu")
+    return tuple(given.values())
 
 
 class _Writer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol, cast
 
@@ -19,6 +19,7 @@ from shoal.config import RunConfig
 from shoal.config.build import ModelParts, build_parts, source_inputs
 from shoal.errors import CheckpointError, ConfigError
 from shoal.exchange.local import Exchange
+from shoal.models.tasks import AMP_DTYPES
 from shoal.ps.server import spread_over
 from shoal.serve.bundle import SIGNATURE, open_bundle
 from shoal.serve.client import ReplicaSet, check_shares, find_in
@@ -32,7 +33,6 @@ from shoal.table.hosting import HostedTables
 from shoal.table.spec import RowDType, TableSpec
 from shoal.train import folder as folders
 from shoal.train.folder import RunFolder
-from shoal.train.learner import AMP_DTYPES
 
 Role = Literal["all", "entry", "ps"]
 _VERSION = re.compile(r"[0-9]{1,18}")
@@ -340,13 +340,7 @@ class FollowedSource:
         """The same rows with the newest dense weights."""
         module = copy.deepcopy(self._parts.module)
         module.load_state_dict(dict(self._weights))
-        parts = ModelParts(
-            name=self._parts.name,
-            tables=self._parts.tables,
-            features=self._parts.features,
-            layouts=self._parts.layouts,
-            module=module,
-        )
+        parts = replace(self._parts, module=module)
         return self._built.model(
             version, self.name, parts, self._replica.specs, of_shard(self._replica.shard)
         )

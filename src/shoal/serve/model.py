@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShapeError, unknown_name
+from shoal.models.tasks import outputs_of
 from shoal.serve.rows import PooledRows
 from shoal.serve.signature import (
     PREDICTION,
@@ -21,7 +22,6 @@ from shoal.serve.signature import (
 )
 from shoal.serve.tensors import Array
 from shoal.table.shard import IdGroups, RowsById
-from shoal.train.learner import logits_of
 
 Outputs = dict[str, Array]
 
@@ -65,7 +65,7 @@ class PredictModel:
         name, version: of the model.
         reader: of its requests.
         rows: pooled rows of its features.
-        program: takes (dense, embeddings, first_order) to logits [B], in eval mode.
+        program: the dense module, in eval mode.
         amp: dtype of the program's products.
     """
 
@@ -91,8 +91,9 @@ class PredictModel:
         with torch.inference_mode():
             batch, dense_B = self.reader.join(requests)
             if not batch.batch_size:
-                return [{PREDICTION: np.empty(0, np.float32)} for _ in requests]
-            logits_B = logits_of(self._program, dense_B, self.rows(batch), self._amp)
+                shape = (0, *self.signature.outputs[0].shape[1:])
+                return [{PREDICTION: np.empty(shape, np.float32)} for _ in requests]
+            logits_B = outputs_of(self._program, dense_B, self.rows(batch), self._amp)
             found_B = logits_B.sigmoid().numpy()
         cuts = np.cumsum([one.size for one in requests[:-1]])
         return [{PREDICTION: part} for part in np.split(found_B, cuts)]

@@ -4,7 +4,8 @@ An id feature is one input of its name: [B] or [B, 1], one id an example; a feat
 [B, L], and an input `<name>_lengths` [B] says how many of an example's L ids count (all of them
 without it); or the ids of all examples one after another, [N], with their lengths. Ids are
 integers, or texts, which become ids as in training. Every int64 is a legal id, so that no value
-could stand for padding. Dense columns are one input, "dense" [B, n].
+could stand for padding. Dense columns are one input, "dense" [B, n]. A model of several tasks
+returns probabilities [B, T].
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ class ExampleReader:
                 remedy="Rename the feature.",
             )
         self._names = frozenset(names)
-        outputs = (ServedTensor(PREDICTION, "float32", (-1,)),)
+        tasks = (len(parts.tasks),) if len(parts.tasks) > 1 else ()
+        outputs = (ServedTensor(PREDICTION, "float32", (-1, *tasks)),)
         self.signature = ModelSignature(tuple(inputs), outputs)
 
     def read(self, inputs: Mapping[str, Array]) -> Examples:
