@@ -218,8 +218,8 @@ def test_a_worker_with_the_wrong_token_ends(
         monkeypatch.setattr(transport, "_local", lambda address: None)
     rows = TableServer(SPECS, index=0, of=1)
     server = rows.serve("tcp://127.0.0.1:0", secret=theirs)
-    patience = Patience(reply_s=2, repeats=0)
-    with pytest.raises(ServerLost, match=r"greeting failed.*another token(.|\n)*one token file"):
+    patience = Patience(reply_s=2, repeats=3, pause_s=0.1) if unix else Patience(2, 0)
+    with pytest.raises(ServerLost, match=r"greetings failed.*another token(.|\n)*one token file"):
         connect([server.address], SPECS, secret=own, patience=patience)
     assert health_of([server.address], secret=own, timeout_s=0.5) == [None]
     worker = connect([server.address], SPECS, secret=theirs).shard  # as if nothing had been
