@@ -27,7 +27,8 @@ from shoal.exchange.wire import Wire
 from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
 from shoal.planner import Plan
 from shoal.ps.averaging import DenseAverage, average_of
-from shoal.ps.client import Patience, ServerExchange, Servers, connect
+from shoal.ps.client import ServerExchange, connect
+from shoal.ps.connections import Patience, Servers
 from shoal.ps.membership import ROLE, discovery_of, servers_of
 from shoal.ps.sending import Staleness
 from shoal.rules.schedules import as_rate

@@ -23,7 +23,8 @@ from shoal.comm import transport
 from shoal.comm.transport import Client, Frames, Secret, Server
 from shoal.config.build import build_parts, build_tables, open_data
 from shoal.errors import ConfigError, InputError, ServerLost, ShoalError
-from shoal.ps.client import Patience, RowsOverServers, ServerTicket, connect, health_of
+from shoal.ps.client import RowsOverServers, ServerTicket, connect
+from shoal.ps.connections import Patience, health_of
 from shoal.ps.saving import ServerSaver
 from shoal.ps.server import TableServer
 from shoal.rules.initializers import Zeros

@@ -109,7 +109,7 @@ class DistributedHashTable:
         hash_table_factory: (index of a server, config) -> its address; None for 0 servers.
         sync_client: gets ids that gradients change; or one for each server of serving.
         max_rpc_deadline_millis: of lookups of exported models.
-        options: of `shoal.ps.client.Servers`.
+        options: of `shoal.ps.connections.Servers`.
 
     In `enter_export_mode` there are no parameter servers: STANDALONE keeps rows in this process,
     DISTRIBUTED reads them from served parts, whose gRPC addresses the factory returns.
@@ -186,7 +186,7 @@ class DistributedMultiTypeHashTable(BaseMultiTypeHashTable):
         transfer_float16: rows and gradients travel as float16; tables keep their own precision.
         max_rpc_deadline_millis: of lookups of exported models. How long other calls wait for
             servers is `patience` of the options.
-        options: of `shoal.ps.client.Servers`.
+        options: of `shoal.ps.connections.Servers`.
 
     In an export mode as `DistributedHashTable`.
     """
@@ -222,7 +222,7 @@ class PartitionedHashTable:
         use_native_multi_hash_table: not read: what `gen_feature_configs` was given counts.
         max_rpc_deadline_millis: as of `DistributedMultiTypeHashTable`.
         parser_ctx: with the parameters that `gen_feature_configs` made.
-        options: of `shoal.ps.client.Servers`.
+        options: of `shoal.ps.connections.Servers`.
 
     Raises:
         ConfigError: rows on a GPU with servers, whose rows are in host memory.
