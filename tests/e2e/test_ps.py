@@ -134,10 +134,16 @@ def test_a_server_that_is_killed_comes_back_with_its_rows(job: Job, killed: int)
 def test_two_workers_share_the_rows(job: Job, stale_updates: int) -> None:
     for index in range(2):
         job.server(index)
-    done(job.worker(f"distributed.servers.stale_updates={stale_updates}", ranks=2))
+    saves = "checkpoint.every_steps=20", "checkpoint.background=false", "checkpoint.keep_full=9"
+    done(job.worker(f"distributed.servers.stale_updates={stale_updates}", *saves, ranks=2))
     assert job.auc() > 0.55
     # 2,000 of the vocabulary and some fresh ones: counted once, not by each worker.
     assert max(job.metrics()["rows_by_table"].values()) < 4000
+    # Workers wait for each other at a save: each has the parts of both, after the same step.
+    (folder,) = job.folder.glob("runs/*/checkpoints")
+    store = CheckpointStore(folder)
+    saved = [store.manifest(entry.name) for entry in store.list()]
+    assert [(one.step, one.world_size) for one in saved] == [(k, 2) for k in (20, 40, 60, 80, 94)]
 
 
 @pytest.mark.slow

@@ -23,7 +23,8 @@ from shoal.config.build import build_tables
 from shoal.discovery import open_discovery
 from shoal.errors import ServerLost
 from shoal.placement import hash_ids, ranks_of
-from shoal.ps.client import Patience, connect
+from shoal.ps.client import connect
+from shoal.ps.connections import Patience
 from shoal.ps.membership import ROLE, servers_of
 from shoal.ps.messages import Head
 from shoal.table.shard import IdGroups

@@ -29,7 +29,8 @@ from torch import Tensor
 
 from shoal.comm import transport
 from shoal.placement import hash_ids, owners
-from shoal.ps.client import Patience, RowsOverServers, Servers
+from shoal.ps.client import RowsOverServers
+from shoal.ps.connections import Patience, Servers
 from shoal.ps.messages import Head
 from shoal.ps.saving import ServerSaver, store_of
 from shoal.ps.server import TableServer, spread_over

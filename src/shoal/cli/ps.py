@@ -138,7 +138,7 @@ def ps(
 
 def _print_status(addresses: list[str], secret: Secret | None) -> None:
     """One line of JSON a server; exits with 1 if one does not answer."""
-    from shoal.ps.client import health_of
+    from shoal.ps.connections import health_of
 
     out, found = console(), health_of(addresses, secret=secret)
     for address, said in zip(addresses, found, strict=True):

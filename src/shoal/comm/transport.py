@@ -49,7 +49,8 @@ _MESSAGES = 8  # of one client, that wait in a socket; requests to one server un
 _FULL_MS = 50  # how often a socket is tried that takes no more
 _QUIET_MS = 200  # how often a thread looks whether it should end
 _BEAT_MS = 5000  # how often a connection is tried
-_STRANGER = "its greeting failed: it has another token than this process, or one of them has none"
+_STRANGER = "greetings failed: it stopped, or has another token than this process, or one has none"
+_GREETINGS = 2  # that failed one after the other: a server that stops fails one
 _DEAD_MS = 20_000  # without a sign of life it is closed, and made again; more than a frame takes
 
 
@@ -400,7 +401,7 @@ class Client:
         self._poller.register(self._bell_end, zmq.POLLIN)
         for socket in self._sockets:
             self._watched(socket)
-        self._strangers: set[int] = set()  # servers whose last greeting failed
+        self._failed_greetings = [0] * len(addresses)  # since the last that did not fail
         self._numbers = itertools.count()
         self._calls: dict[bytes, _Call] = {}  # under way
         self._held: list[deque[_Call]] = [deque() for _ in addresses]
@@ -476,10 +477,11 @@ class Client:
                 if event == zmq.EVENT_DISCONNECTED:
                     self._reconnect(server)
                 elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    self._strangers.discard(server)
-                elif server not in self._strangers:
-                    self._strangers.add(server)
-                    _LOG.warning("server %d: %s", server, _STRANGER)
+                    self._failed_greetings[server] = 0
+                else:
+                    self._failed_greetings[server] += 1
+                    if self._failed_greetings[server] == _GREETINGS:
+                        _LOG.warning("server %d: %s", server, _STRANGER)
 
     def call(
         self, server: int, head: bytes, frames: Sequence[Any] = (), *, timeout_s: float
@@ -632,7 +634,7 @@ class Client:
         return all([_sent(*pair, self._calls, self._numbers) for pair in pairs])
 
     def _fail(self, call: _Call, got: str) -> None:
-        strange = call.server in self._strangers
+        strange = self._failed_greetings[call.server] >= _GREETINGS
         call.future.set_exception(
             ServerLost(
                 f"call to server {call.server}",

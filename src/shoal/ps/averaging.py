@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shoal.comm.frames import memory, tensor
 from shoal.errors import ConfigError, ServerLost
-from shoal.ps.client import Servers
+from shoal.ps.connections import Servers
 from shoal.ps.messages import Head
 
 _POLL_S = 0.2

@@ -29,7 +29,8 @@ from shoal.models.tasks import AMP_DTYPES, inputs_of_ids, outputs_of
 from shoal.optim import JointOptimizer, ParameterAverage, SparseOptimizer, clip_grad_norm_
 from shoal.planner import Plan
 from shoal.ps.averaging import DenseAverage, average_of
-from shoal.ps.client import Patience, ServerExchange, Servers, connect
+from shoal.ps.client import ServerExchange, connect
+from shoal.ps.connections import Patience, Servers
 from shoal.ps.membership import ROLE, discovery_of, servers_of
 from shoal.ps.sending import Staleness
 from shoal.rules.schedules import Schedule, as_rate

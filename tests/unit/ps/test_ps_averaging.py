@@ -14,7 +14,7 @@ from shoal import Segment, TableSpec
 from shoal.comm.frames import memory
 from shoal.errors import ConfigError, InputError, ServerLost, ShapeError
 from shoal.ps.averaging import DenseAverage, average_of
-from shoal.ps.client import Servers
+from shoal.ps.connections import Servers
 from shoal.ps.messages import Head
 from shoal.ps.server import TableServer
 

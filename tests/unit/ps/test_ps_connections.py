@@ -9,7 +9,8 @@ import threading
 import pytest
 import torch
 
-from shoal.ps.client import RowsOverServers, Servers
+from shoal.ps.client import RowsOverServers
+from shoal.ps.connections import Servers
 from shoal.table.shard import IdGroups, StepContext
 from support.hostile_requests import SPECS, ServerProcess
 

@@ -10,7 +10,7 @@ import zmq
 
 from shoal.comm.transport import Client, Secret
 from shoal.errors import ServerLost, ShoalError
-from shoal.ps.client import Servers
+from shoal.ps.connections import Servers
 from shoal.ps.server import TableServer
 from support.hostile_requests import SPECS, Fuzzer, ServerProcess, corpus, send_bytes
 from support.shares import SHARE

@@ -23,7 +23,8 @@ from shoal.comm import transport
 from shoal.comm.transport import Client, Frames, Secret, Server
 from shoal.config.build import build_parts, build_tables, open_data
 from shoal.errors import ConfigError, InputError, ServerLost, ShoalError
-from shoal.ps.client import Patience, RowsOverServers, ServerTicket, connect, health_of
+from shoal.ps.client import RowsOverServers, ServerTicket, connect
+from shoal.ps.connections import Patience, health_of
 from shoal.ps.saving import ServerSaver
 from shoal.ps.server import TableServer
 from shoal.rules.initializers import Zeros
@@ -218,8 +219,8 @@ def test_a_worker_with_the_wrong_token_ends(
         monkeypatch.setattr(transport, "_local", lambda address: None)
     rows = TableServer(SPECS, index=0, of=1)
     server = rows.serve("tcp://127.0.0.1:0", secret=theirs)
-    patience = Patience(reply_s=2, repeats=0)
-    with pytest.raises(ServerLost, match=r"greeting failed.*another token(.|\n)*one token file"):
+    patience = Patience(reply_s=2, repeats=3, pause_s=0.1) if unix else Patience(2, 0)
+    with pytest.raises(ServerLost, match=r"greetings failed.*another token(.|\n)*one token file"):
         connect([server.address], SPECS, secret=own, patience=patience)
     assert health_of([server.address], secret=own, timeout_s=0.5) == [None]
     worker = connect([server.address], SPECS, secret=theirs).shard  # as if nothing had been

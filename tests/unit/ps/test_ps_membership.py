@@ -13,7 +13,8 @@ import torch
 from shoal import Segment, StepContext, TableSpec
 from shoal.discovery import Memory, Space, StaticList, TfConfig
 from shoal.errors import ConfigError, ServerLost
-from shoal.ps.client import Patience, connect
+from shoal.ps.client import connect
+from shoal.ps.connections import Patience
 from shoal.ps.membership import ROLE, IndexLease, discovery_of, servers_of
 from shoal.ps.saving import ServerSaver
 from shoal.ps.server import TableServer

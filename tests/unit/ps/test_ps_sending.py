@@ -24,7 +24,8 @@ from shoal import (
 from shoal.comm.frames import memory
 from shoal.comm.transport import Frames, Server
 from shoal.errors import ConfigError, InputError, NonFiniteGradient, ServerLost, TableFull
-from shoal.ps.client import Patience, ServerExchange, connect
+from shoal.ps.client import ServerExchange, connect
+from shoal.ps.connections import Patience
 from shoal.ps.messages import Head
 from shoal.ps.sending import HedgeDelay, UpdateSender, first_reply
 from shoal.ps.server import TableServer

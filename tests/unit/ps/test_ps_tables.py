@@ -24,7 +24,8 @@ from shoal import (
 from shoal.comm.transport import Client
 from shoal.errors import ConfigError, NonFiniteGradient, ServerLost
 from shoal.exchange.wire import Wire
-from shoal.ps.client import RowsOverServers, Servers, connect
+from shoal.ps.client import RowsOverServers, connect
+from shoal.ps.connections import Servers
 from shoal.ps.messages import Head
 from shoal.ps.server import TableServer
 from shoal.rules.initializers import Zeros

@@ -64,19 +64,25 @@ Layouts = dict[str, Tensor | list[Tensor]]
 Time = Tensor | int | None
 
 
-def _over_servers(
+def _rows_of(
     num_ps: int,
     specs: tuple[TableSpec, ...],
     factory: Callable[[int, Config], str] | None,
     config: Config,
     transfer_float16: bool,
+    deadline_ms: int,
     options: Mapping[str, Any],
 ) -> RowsById:
     """Rows of a shard of this process where there are no servers."""
-    if num_ps == 0:
+    context = get_current_export_ctx()
+    if num_ps == 0 or is_exporting_standalone():
         return make_shard(specs)
-    half: Literal["float16"] | None = "float16" if transfer_float16 else None
     addresses = _addresses(num_ps, factory, config)
+    if context is not None and is_exporting():
+        from shoal.compat.monolith.native_training.model_export.served_rows import ServedRows
+
+        return cast(RowsById, ServedRows(context, specs, addresses, deadline_ms))
+    half: Literal["float16"] | None = "float16" if transfer_float16 else None
     rows: RowsById = connect(addresses, specs, wire=Wire(half, half), **options).shard
     return rows
 
@@ -102,7 +108,11 @@ class DistributedHashTable:
         config: the table.
         hash_table_factory: (index of a server, config) -> its address; None for 0 servers.
         sync_client: gets ids that gradients change; or one for each server of serving.
-        options: of `shoal.ps.client.Servers`.
+        max_rpc_deadline_millis: of lookups of exported models.
+        options: of `shoal.ps.connections.Servers`.
+
+    In `enter_export_mode` there are no parameter servers: STANDALONE keeps rows in this process,
+    DISTRIBUTED reads them from served parts, whose gRPC addresses the factory returns.
     """
 
     def __init__(
@@ -111,9 +121,18 @@ class DistributedHashTable:
         config: TableSpec,
         hash_table_factory: Callable[[int, TableSpec], str] | None = None,
         sync_client: SyncClient | Sequence[SyncClient | None] | None = None,
+        max_rpc_deadline_millis: int = 30,
         **options: Any,
     ) -> None:
-        rows = _over_servers(ps_num, (config,), hash_table_factory, config, False, options)
+        rows = _rows_of(
+            ps_num,
+            (config,),
+            hash_table_factory,
+            config,
+            False,
+            max_rpc_deadline_millis,
+            options,
+        )
         self.table = Table(config, shard=rows)
         bound = BoundTable(config.dim, self.table.find)
         self._synced = BoundClients(sync_client, {config.name: bound})
@@ -167,10 +186,9 @@ class DistributedMultiTypeHashTable(BaseMultiTypeHashTable):
         transfer_float16: rows and gradients travel as float16; tables keep their own precision.
         max_rpc_deadline_millis: of lookups of exported models. How long other calls wait for
             servers is `patience` of the options.
-        options: of `shoal.ps.client.Servers`.
+        options: of `shoal.ps.connections.Servers`.
 
-    In `enter_export_mode` there are no parameter servers: STANDALONE keeps rows in this process,
-    DISTRIBUTED reads them from served parts, whose gRPC addresses the factory returns.
+    In an export mode as `DistributedHashTable`.
     """
 
     def __init__(
@@ -182,20 +200,15 @@ class DistributedMultiTypeHashTable(BaseMultiTypeHashTable):
         max_rpc_deadline_millis: int = 30,
         **options: Any,
     ) -> None:
-        specs = table_specs(slot_to_config)
-        context = get_current_export_ctx()
-        rows: RowsById
-        if context is None or not is_exporting():
-            rows = _over_servers(
-                num_ps, specs, table_factory, slot_to_config, transfer_float16, options
-            )
-        elif is_exporting_standalone() or not num_ps:
-            rows = make_shard(specs)
-        else:
-            addresses = _addresses(num_ps, table_factory, slot_to_config)
-            from shoal.compat.monolith.native_training.model_export.served_rows import ServedRows
-
-            rows = cast(RowsById, ServedRows(context, specs, addresses, max_rpc_deadline_millis))
+        rows = _rows_of(
+            num_ps,
+            table_specs(slot_to_config),
+            table_factory,
+            slot_to_config,
+            transfer_float16,
+            max_rpc_deadline_millis,
+            options,
+        )
         super().__init__(rows, {slot: slot for slot in slot_to_config})
 
 
@@ -209,7 +222,7 @@ class PartitionedHashTable:
         use_native_multi_hash_table: not read: what `gen_feature_configs` was given counts.
         max_rpc_deadline_millis: as of `DistributedMultiTypeHashTable`.
         parser_ctx: with the parameters that `gen_feature_configs` made.
-        options: of `shoal.ps.client.Servers`.
+        options: of `shoal.ps.connections.Servers`.
 
     Raises:
         ConfigError: rows on a GPU with servers, whose rows are in host memory.
@@ -239,7 +252,12 @@ class PartitionedHashTable:
             )
         if num_ps:
             self._tables: BaseMultiTypeHashTable = DistributedMultiTypeHashTable(
-                num_ps, slots, table_factory, params.transfer_float16, **options
+                num_ps,
+                slots,
+                table_factory,
+                params.transfer_float16,
+                max_rpc_deadline_millis,
+                **options,
             )
         else:
             device = "cuda" if params.enable_gpu_emb else "cpu"
