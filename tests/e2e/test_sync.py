@@ -30,7 +30,7 @@ from support.small_runs import small_run
 def test_a_replica_ends_with_the_rows_of_the_run(ranks: int, tmp_path: Path) -> None:
     port = free_port()
     token = tmp_path / "token"
-    token.write_text("between us")
+    token.write_text("between the two of us")
     publish = {"every_s": 0.05, "dense_every_s": 0.1, "linger_s": 60.0}
     file = small_run(tmp_path, examples=20_000, publish=publish)
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
@@ -49,7 +49,8 @@ def test_a_replica_ends_with_the_rows_of_the_run(ranks: int, tmp_path: Path) -> 
         run = settings.load(str(file), ())
         data = open_data(run)
         parts = build_parts(run, run.model, offered=data.features, num_dense=data.num_dense)
-        with Replica(parts.tables, addresses, every_s=0.02, secret=Secret("between us")) as replica:
+        secret = Secret.of_file(str(token))
+        with Replica(parts.tables, addresses, every_s=0.02, secret=secret) as replica:
             try:
                 printed, _ = trainer.communicate(timeout=240)
             finally:

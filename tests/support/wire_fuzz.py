@@ -123,10 +123,10 @@ def serve_decoder(folder: Path) -> Iterator[Decode]:
         methods = services(service, "0")
         transport = httpx.ASGITransport(make_app(service, "0"))
 
-        async def grpc(path: str, raw: bytes) -> str:
+        def grpc(path: str, raw: bytes) -> str:
             name, _, method = path.partition("/")
             try:
-                await methods[name][method](raw)
+                methods[name][method](raw)
             except ShoalError as error:
                 return Code(code_of(error)).name
             return "taken"
@@ -140,7 +140,7 @@ def serve_decoder(folder: Path) -> Iterator[Decode]:
         def decode(message: Message) -> str:
             kind, path, *size = message.to.split()
             if kind == "grpc":
-                return runner.run(grpc(path, message.raw))
+                return grpc(path, message.raw)
             return runner.run(http(path, "".join(size), message.raw))
 
         yield decode

@@ -69,6 +69,14 @@ def serve(
         Literal["float32", "float16", "int8"] | None,
         typer.Option(help="Of rows; by default as trained.", show_default=False),
     ] = None,
+    compile: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            help="Compile the dense module, a minute the first time; results may differ in the "
+            "last digits.",
+        ),
+    ] = False,
     token_file: Annotated[
         str | None, option("FILE", "A secret that callers must send: authorization: Bearer TOKEN.")
     ] = None,
@@ -133,6 +141,7 @@ def serve(
             "index": not 0 <= index < of,
             "of": of != 1 and role != "ps",
             "follow": bool(follow) and version is not None,
+            "compile": compile and role == "ps",
         }
         for option_name, is_wrong in wrong.items():
             if is_wrong:
@@ -140,7 +149,8 @@ def serve(
                     f"option --{option_name.replace('_', '-')} of shoal serve",
                     got="options that do not go together",
                     allowed="--tls-key with --tls-certificate, --ps with --role entry, "
-                    "--index below --of, --of with --role ps, --follow without --version",
+                    "--index below --of, --of with --role ps, --follow without --version, "
+                    "--compile with a dense module",
                     remedy="See shoal serve --help.",
                 )
         ps_token = Secret.of_file(ps_token_file)
@@ -149,6 +159,7 @@ def serve(
             index=index,
             of=len(shares) or of,
             dtype=dtype,
+            compile=compile,
             addresses=tuple(map(tuple, shares)),
             timeout_s=ps_timeout_s,
             token=None if ps_token is None else ps_token.token,

@@ -20,11 +20,13 @@ class Batch:
 
     Args:
         ids: F features over B examples.
-        labels: float32 [B], 0..1.
+        labels: float32 [B], 0..1; of several labels the first.
+        more_labels: float32 [B, T - 1], the others; None without any.
         dense: float32 [B, num_dense], or None when there are no dense columns.
         event_time_s: latest event time of the examples, whole seconds since 1970.
         weights: float32 [B], or None: every example weighs 1.
         times_B: int64 [B], event time of each example in seconds; None: all at `event_time_s`.
+        groups_B: int64 [B], whom each example belongs to, for metrics by group; None: nobody.
         position: examples of the run consumed once this batch is, over all ranks; where a loader
             continues after it.
     """
@@ -35,7 +37,15 @@ class Batch:
     event_time_s: int = 0
     weights: Tensor | None = None
     times_B: Tensor | None = None
+    groups_B: Tensor | None = None
     position: int = 0
+    more_labels: Tensor | None = None
+
+    @property
+    def labels_BT(self) -> Tensor:
+        """float32 [B, T]: all labels."""
+        first_B1 = self.labels.unsqueeze(1)
+        return first_B1 if self.more_labels is None else torch.cat([first_B1, self.more_labels], 1)
 
     @property
     def event_times_B(self) -> Tensor:
@@ -61,9 +71,11 @@ class Batch:
             self,
             ids=ids,
             labels=move(self.labels),
+            more_labels=None if self.more_labels is None else move(self.more_labels),
             dense=None if self.dense is None else move(self.dense),
             weights=None if self.weights is None else move(self.weights),
             times_B=None if self.times_B is None else move(self.times_B),
+            groups_B=None if self.groups_B is None else move(self.groups_B),
         )
 
 
@@ -76,8 +88,10 @@ class TensorSource:
     Args:
         ids: feature name -> int64 [N], one id per example, or `Ragged` over N examples.
         labels: float [N], 0..1.
+        more_labels: float [N, T - 1], 0..1: others of each example, or None.
         dense: float [N, num_dense], finite, or None.
         times_s: int64 [N], event times in seconds, or None: all 0.
+        groups: int64 [N], whom each belongs to, for metrics by group, or None.
         weights: float [N], finite and at least 0, or None.
         id_weights: feature name -> float32, one for each of its ids; ids of other features weigh 1.
 
@@ -94,11 +108,14 @@ class TensorSource:
         *,
         dense: Tensor | None = None,
         times_s: Tensor | None = None,
+        groups: Tensor | None = None,
         weights: Tensor | None = None,
         id_weights: Mapping[str, Tensor] | None = None,
+        more_labels: Tensor | None = None,
     ) -> None:
         size = labels.shape[0] if labels.ndim == 1 else -1
-        _check(ids, labels, size, {"dense": dense, "times_s": times_s, "weights": weights})
+        others = {"times_s": times_s, "groups": groups, "weights": weights}
+        _check(ids, labels, size, {"dense": dense, "more_labels": more_labels, **others})
         self._features = tuple(ids)
         self._ids = dict(ids)
         self._labels = labels.float()
@@ -106,8 +123,11 @@ class TensorSource:
         self._times = (
             torch.zeros(size, dtype=torch.int64, device="cpu") if times_s is None else times_s
         )
+        self._groups = groups
         self._weights = None if weights is None else weights.float()
+        self._more_labels = None if more_labels is None else more_labels.float().contiguous()
         _check_values("labels", self._labels, low=0.0, high=1.0)
+        _check_values("more_labels", self._more_labels, low=0.0, high=1.0)
         _check_values("dense", self._dense)
         _check_values("weights", self._weights, low=0.0)
         self._id_weights = {name: own.float() for name, own in (id_weights or {}).items()}
@@ -160,10 +180,12 @@ class TensorSource:
                 torch.from_numpy(np.concatenate(weights)) if self._id_weights else None,
             ),
             labels=_rows_of(self._labels, rows),
-            dense=None if self._dense is None else _rows_of(self._dense, rows),
+            dense=_maybe_rows(self._dense, rows),
             event_time_s=int(times_B.max(initial=0)),
-            weights=None if self._weights is None else _rows_of(self._weights, rows),
+            weights=_maybe_rows(self._weights, rows),
             times_B=torch.from_numpy(times_B),
+            groups_B=_maybe_rows(self._groups, rows),
+            more_labels=_maybe_rows(self._more_labels, rows),
         )
 
     def _weights_at(self, part: Ragged, at_N: _Array) -> _Array:
@@ -197,8 +219,10 @@ class TensorSource:
             self._labels[rows_M],
             dense=None if self._dense is None else self._dense[rows_M],
             times_s=self._times[rows_M],
+            groups=None if self._groups is None else self._groups[rows_M],
             weights=None if self._weights is None else self._weights[rows_M],
             id_weights=id_weights,
+            more_labels=None if self._more_labels is None else self._more_labels[rows_M],
         )
 
 
@@ -221,10 +245,12 @@ def join(parts: Sequence[TensorSource]) -> TensorSource:
         torch.cat([part._labels for part in parts]),
         dense=_maybe_cat([part._dense for part in parts]),
         times_s=torch.cat([part._times for part in parts]),
+        groups=_maybe_cat([part._groups for part in parts]),
         weights=_maybe_cat([part._weights for part in parts]),
         id_weights={
             name: torch.cat([part._id_weights[name] for part in parts]) for name in weighted
         },
+        more_labels=_maybe_cat([part._more_labels for part in parts]),
     )
 
 
@@ -257,6 +283,10 @@ def _places(part: Ragged, rows_B: _Array) -> tuple[_Array, _Array]:
 
 def _rows_of(tensor: Tensor, rows: _Array) -> Tensor:
     return torch.from_numpy(tensor.numpy()[rows])
+
+
+def _maybe_rows(tensor: Tensor | None, rows: _Array) -> Tensor | None:
+    return None if tensor is None else _rows_of(tensor, rows)
 
 
 def _appended(parts: Sequence[Tensor | Ragged]) -> Tensor | Ragged:
@@ -298,12 +328,13 @@ def _check(
     for name, tensor in more.items():
         if tensor is None:
             continue
-        dims = 2 if name == "dense" else 1
+        dims = 2 if name in ("dense", "more_labels") else 1
         if tensor.ndim != dims or tensor.shape[0] != size:
             raise _shape(name, tensor, f"[{size}]" if dims == 1 else f"[{size}, num_dense]")
-    times = more["times_s"]
-    if times is not None and times.dtype != torch.int64:
-        raise _dtype("times_s", times)
+    for name in ("times_s", "groups"):
+        whole = more[name]
+        if whole is not None and whole.dtype != torch.int64:
+            raise _dtype(name, whole)
 
 
 def _check_values(

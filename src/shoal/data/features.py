@@ -72,11 +72,12 @@ class Recipe:
 
     Args:
         ids: features whose ids are columns' values, in batch order.
-        label: a column of 0..1 or booleans; it is nothing else.
+        label: a column of 0..1 or booleans, or several; they are nothing else.
         dense: columns of finite numbers, in batch order.
         dense_fill: what a missing dense value (null or NaN) becomes; None refuses it.
         time: a timestamp column, or one of whole seconds since 1970.
         weight: a column of finite numbers of at least 0.
+        group: a column of ids, for metrics by group; it may be a feature, too.
         computed: features computed of columns, after `ids` and `dense`.
 
     Raises:
@@ -85,14 +86,17 @@ class Recipe:
     """
 
     ids: tuple[IdFeature, ...]
-    label: str
+    label: str | tuple[str, ...]
     dense: tuple[str, ...] = ()
     dense_fill: float | None = None
     time: str | None = None
     weight: str | None = None
+    group: str | None = None
     computed: FeatureSet = field(default_factory=lambda: FeatureSet(()))
 
     def __post_init__(self) -> None:
+        if not self.labels:
+            raise ConfigError("label", got="none", allowed="a column", remedy="Name one or more.")
         names = self.features
         if not names or len(set(names)) != len(names):
             remedy = "Name each id feature once."
@@ -108,11 +112,12 @@ class Recipe:
     def _check_roles(self) -> None:
         lists = {name for feature in self.ids if feature.is_list for name in feature.columns}
         single = [name for feature in self.ids if not feature.is_list for name in feature.columns]
-        others = [*lists, *dict.fromkeys(single), *self.dense, self.time, self.weight]
+        others = [*lists, *dict.fromkeys(single), *self.dense, self.time, self.weight, self.group]
         others += self.computed.columns
-        numbers = [*self.dense, self.label, self.time, self.weight]
+        numbers = [*self.dense, *self.labels, self.time, self.weight, self.group]
         for name, got, is_wrong in [
-            (self.label, "the label and something else", self.label in others),
+            *((name, "the label and something else", name in others) for name in self.labels),
+            *((name, "a label twice", self.labels.count(name) > 1) for name in self.labels),
             *((name, "dense twice", self.dense.count(name) > 1) for name in self.dense),
             *((name, "lists and single values", name in [*single, *numbers]) for name in lists),
         ]:
@@ -130,6 +135,11 @@ class Recipe:
         return (*(feature.name for feature in self.ids), *self.computed.names)
 
     @property
+    def labels(self) -> tuple[str, ...]:
+        """Columns of labels, one or more."""
+        return (self.label,) if isinstance(self.label, str) else self.label
+
+    @property
     def num_dense(self) -> int:
         """Dense columns of a batch."""
         return len(self.dense) + self.computed.num_dense
@@ -137,7 +147,7 @@ class Recipe:
     @property
     def columns(self) -> list[str]:
         """Every column that is read, each once."""
-        others = (self.label, self.time, self.weight)
+        others = (*self.labels, self.time, self.weight, self.group)
         return list(dict.fromkeys([*self.input_columns, *(n for n in others if n is not None)]))
 
     @property
@@ -176,18 +186,25 @@ def encode(
     recipe.check_columns(table.schema.names, where)
     rows = Rows(where, first_row, spelled)
     found = _evaluated(table, recipe, rows)
-    others = (recipe.label, recipe.time, recipe.weight)
+    others = (*recipe.labels, recipe.time, recipe.weight, recipe.group)
     there = {name: columns.decoded(table.column(name)) for name in others if name is not None}
     weights = None
     if recipe.weight is not None:
         weights = columns.numbers(there[recipe.weight], recipe.weight, rows, low=0.0)
+    first, *more = (
+        columns.numbers(there[name], name, rows, low=0.0, high=1.0) for name in recipe.labels
+    )
     return TensorSource(
         found.ids,
-        columns.numbers(there[recipe.label], recipe.label, rows, low=0.0, high=1.0),
+        first,
+        more_labels=torch.stack(more, dim=1) if more else None,
         dense=found.joined_dense(),
         times_s=None
         if recipe.time is None
         else columns.times(there[recipe.time], recipe.time, rows),
+        groups=None
+        if recipe.group is None
+        else columns.ids(there[recipe.group], recipe.group, rows),
         weights=weights,
         id_weights=found.weights,
     )
@@ -224,7 +241,7 @@ def _evaluated(table: pa.Table, recipe: Recipe, rows: Rows, threads: int = 1) ->
     return Evaluated({**ids, **more.ids}, more.weights, [*dense, *more.dense])
 
 
-def encode_times(table: pa.Table, recipe: Recipe, where: str) -> Tensor:
+def encode_times(table: pa.Table, recipe: Recipe, where: str, *, first_row: int = 0) -> Tensor:
     """Event times, int64 [N], whole seconds; 0 for a recipe without a time column.
 
     Raises:
@@ -233,4 +250,4 @@ def encode_times(table: pa.Table, recipe: Recipe, where: str) -> Tensor:
     if recipe.time is None:
         return torch.zeros(table.num_rows, dtype=torch.int64, device="cpu")
     column = columns.decoded(table.column(recipe.time))
-    return columns.times(column, recipe.time, Rows(where))
+    return columns.times(column, recipe.time, Rows(where, first_row))

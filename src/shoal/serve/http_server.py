@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import html
 import re
 import time
@@ -14,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from shoal.errors import UnknownName
+from shoal.errors import DataError, UnknownName
 from shoal.serve.openinference import OpenInference, object_of_json, version_of
 from shoal.serve.service import HTTP_STATUS, Code, Service
 from shoal.serve.tensors import refused
@@ -84,27 +85,34 @@ def _guarded(service: Service, answer: Answer) -> Answer:
 
 
 async def _tfserving(service: Service, tf: TfServing, request: Request) -> Response:
-    async def call() -> tuple[str, Any]:
-        name, version, method = _place(_TF, request)
-        if method == ":predict":
-            service.admit()
-            data = await _body(service, request)
-            body = await service.decoded(len(data), lambda: object_of_json(data))
-            return await tf.rest_predict(name, version, body, len(data))
-        if method == "/metadata":
-            return await tf.rest_metadata(name, version)
-        return await tf.rest_status(name, version)
-
     match = _TF.fullmatch(request.url.path)
     posts = match is not None and match[3] == ":predict"
     if match is not None and posts != (request.method == "POST"):
         return _wrong_method("POST" if posts else "GET")
-    code, reply = await service.timed(_TF_NAME, call)
+    body = await _body(service, request) if posts else b""
+
+    def call() -> tuple[str, Any]:
+        name, version, method = _place(_TF, request)
+        if method == ":predict":
+            service.admit()
+            data = _whole(body)
+            return tf.rest_predict(name, version, object_of_json(data), len(data))
+        if method == "/metadata":
+            return tf.rest_metadata(name, version)
+        return tf.rest_status(name, version)
+
+    code, reply = await _called(service, _TF_NAME, call)
     return JSONResponse(reply) if code is Code.OK else _error(code, reply)
 
 
 async def _openinference(service: Service, oip: OpenInference, request: Request) -> Response:
-    async def call() -> tuple[str, Any]:
+    match = _OIP.fullmatch(request.url.path)
+    posts = match is not None and match[3] == "/infer"
+    if match is not None and posts != (request.method == "POST"):
+        return _wrong_method("POST" if posts else "GET")
+    body = await _body(service, request) if posts else b""
+
+    def call() -> tuple[str, Any]:
         name, version, method = _place(_OIP, request)
         if method == "/ready":
             return name, oip.model_ready(name, version)
@@ -113,14 +121,9 @@ async def _openinference(service: Service, oip: OpenInference, request: Request)
         size = request.headers.get(_JSON_SIZE)
         if size is not None and not (size.isascii() and size.isdigit() and len(size) < 12):
             raise refused(_JSON_SIZE, repr(size)[:40], "a number", "Count the JSON.")
-        body = await _body(service, request)
-        return await oip.rest_infer(name, version, body, None if size is None else int(size))
+        return oip.rest_infer(name, version, _whole(body), None if size is None else int(size))
 
-    match = _OIP.fullmatch(request.url.path)
-    posts = match is not None and match[3] == "/infer"
-    if match is not None and posts != (request.method == "POST"):
-        return _wrong_method("POST" if posts else "GET")
-    code, reply = await service.timed(_OIP_NAME, call)
+    code, reply = await _called(service, _OIP_NAME, call)
     if code is not Code.OK:
         return _error(code, reply)
     if isinstance(reply, bool):
@@ -132,6 +135,14 @@ async def _openinference(service: Service, oip: OpenInference, request: Request)
         return Response(data, media_type="application/json")
     headers = {_JSON_SIZE: str(size)}
     return Response(data, media_type="application/octet-stream", headers=headers)
+
+
+async def _called(
+    service: Service, protocol: str, call: Callable[[], tuple[str, Any]]
+) -> tuple[Code, Any]:
+    """A call on the service's threads, so that others are heard meanwhile."""
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(service.threads, service.timed, protocol, call)
 
 
 def _place(pattern: re.Pattern[str], request: Request) -> tuple[str, int | None, str]:
@@ -146,20 +157,27 @@ def _place(pattern: re.Pattern[str], request: Request) -> tuple[str, int | None,
     return match[1], version_of(match[2] or ""), match[3]
 
 
-async def _body(service: Service, request: Request) -> bytes:
+async def _body(service: Service, request: Request) -> bytes | DataError:
+    """A request's body, or what is wrong with it."""
     most, parts, size = service.limits.most_bytes, [], 0
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
-        raise refused("content-encoding", encoding[:40], "identity", "Send it as it is.")
+        return refused("content-encoding", encoding[:40], "identity", "Send it as it is.")
     try:
         async for part in request.stream():
             size += len(part)
             if size > most:
-                raise refused("body", "more bytes", f"at most {most}", "Send several requests.")
+                return refused("body", "more bytes", f"at most {most}", "Send several requests.")
             parts.append(part)
     except ClientDisconnect:
-        raise refused("body", "the client left", "a whole body", "Send it again.") from None
+        return refused("body", "the client left", "a whole body", "Send it again.")
     return b"".join(parts)
+
+
+def _whole(body: bytes | DataError) -> bytes:
+    if isinstance(body, DataError):
+        raise body
+    return body
 
 
 def _error(code: Code, message: str, headers: dict[str, str] | None = None) -> Response:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol, cast
 
@@ -19,21 +19,22 @@ from shoal.config import RunConfig
 from shoal.config.build import ModelParts, build_parts, source_inputs
 from shoal.errors import CheckpointError, ConfigError
 from shoal.exchange.local import Exchange
+from shoal.models.tasks import AMP_DTYPES
 from shoal.ps.server import spread_over
 from shoal.serve.bundle import SIGNATURE, open_bundle
 from shoal.serve.client import ReplicaSet, check_shares, find_in
-from shoal.serve.export import EXPORT
+from shoal.serve.compiled import cache_folder, compiled
+from shoal.serve.export import EXPORT, load_dense
 from shoal.serve.model import DenseModel, LookupModel, Model, PredictModel
 from shoal.serve.rows import PooledRows, of_shard, of_shares
 from shoal.serve.signature import ExampleReader, dense_inputs
-from shoal.sync.checkpoints import Only, load_module
+from shoal.sync.checkpoints import Only
 from shoal.sync.replica import Replica, serving_spec
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.hosting import HostedTables
 from shoal.table.spec import ServedDType, TableSpec
 from shoal.train import folder as folders
 from shoal.train.folder import RunFolder
-from shoal.train.learner import AMP_DTYPES
 
 Role = Literal["all", "entry", "ps", "dense"]
 _VERSION = re.compile(r"[0-9]{1,18}")
@@ -57,6 +58,7 @@ class ServedShare:
         addresses: of an entry: replicas of each of the `of` shares, HOST:PORT.
         timeout_s: of an entry's requests for rows.
         token, root_certificate: of an entry's requests for rows, as of `ReplicaSet`.
+        compile: the dense module, which then may differ in the last digits.
     """
 
     role: Role = "all"
@@ -67,6 +69,7 @@ class ServedShare:
     timeout_s: float = 1.0
     token: str | None = field(default=None, repr=False)
     root_certificate: str | None = None
+    compile: bool = False
 
     def name(self, model: str) -> str:
         """The served name of a model's share, as Monolith names it."""
@@ -101,6 +104,13 @@ class _RunModel:
     def __init__(self, config: RunConfig, share: ServedShare) -> None:
         self.config, self.share = config, share
         self.inputs = source_inputs(config.data.source)
+        if share.compile and config.amp != "none":
+            raise ConfigError(
+                "option --compile of shoal serve",
+                got=f"a run with amp={config.amp}",
+                allowed="a run in float32",
+                remedy="Leave --compile out.",
+            )
 
     def parts(self) -> ModelParts:
         return build_parts(
@@ -119,10 +129,13 @@ class _RunModel:
         exchange: Exchange | None,
     ) -> Model:
         """With rows of an exchange; None: the dense module alone."""
-        num_dense, program = self.inputs.num_dense, parts.module.eval()
-        amp = AMP_DTYPES[self.config.amp]
+        num_dense, amp = self.inputs.num_dense, AMP_DTYPES[self.config.amp]
+        inputs = dense_inputs(parts, num_dense)
+        program: Callable[..., Tensor] = parts.module.eval()
+        if self.share.compile:
+            program = compiled(parts.module, inputs, cache_folder())
         if exchange is None:
-            return DenseModel(name, version, dense_inputs(parts, num_dense), program, amp)
+            return DenseModel(name, version, inputs, len(parts.tasks), program, amp)
         reader = ExampleReader(parts, self.inputs.lists, num_dense)
         return PredictModel(name, version, reader, PooledRows(parts, specs, exchange), program, amp)
 
@@ -227,7 +240,7 @@ class FolderSource:
         if share.role == "ps":
             shard = load_rows(url, built.config, specs, share.index, share.of)
             return LookupModel(self.name, version, shard)
-        load_module(url, parts.name, parts.module)
+        load_dense(url, parts.name, parts.module)
         exchange: Exchange | None = None
         if share.role == "entry":
             exchange = self._shares.exchange(specs)
@@ -376,13 +389,7 @@ class FollowedSource:
             return LookupModel(self.name, version, served)
         module = copy.deepcopy(self._parts.module)
         module.load_state_dict(dict(served or {}))
-        parts = ModelParts(
-            name=self._parts.name,
-            tables=self._parts.tables,
-            features=self._parts.features,
-            layouts=self._parts.layouts,
-            module=module,
-        )
+        parts = replace(self._parts, module=module)
         return self._built.model(version, self.name, parts, specs, self._exchange)
 
     def close(self) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -90,8 +90,8 @@ def load_checkpoint(
     return ServedCheckpoint(url, manifest, shard, dense)
 
 
-def load_module(url: str, name: str, module: nn.Module) -> None:
-    """Load a dense module's weights alone.
+def load_module(url: str, name: str, module: nn.Module) -> Mapping[str, Any]:
+    """Load a dense module's weights alone; the state of the job that was saved with them.
 
     Args:
         url: folder of a checkpoint.
@@ -104,7 +104,7 @@ def load_module(url: str, name: str, module: nn.Module) -> None:
     others = {f"module:{one}" for one in manifest.modules if one != name}
     others |= {f"optimizer:{one}" for one in manifest.optimizers}
     options = LoadOptions(tables=(), state=False, allow_unknown=frozenset(others))
-    load(url, Contents(modules={name: module}), options=options)
+    return load(url, Contents(modules={name: module}), options=options).state
 
 
 def _collection(manifest: Manifest, specs: Sequence[TableSpec]) -> str:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.checkpoint import Contents
 from shoal.comm.collectives import Collectives
 from shoal.comm.transport import Secret
-from shoal.config.build import EMBEDDINGS, FIRST_ORDER, ModelParts, build_host_rows
+from shoal.config.build import ModelParts, build_host_rows
 from shoal.config.tree import DenseOptimizerSettings, RunConfig
 from shoal.data import Batch
 from shoal.discovery import Discovery
@@ -24,13 +24,15 @@ from shoal.distributed.batch_norm import normalise_over_ranks
 from shoal.embedding.collection import EmbeddingCollection
 from shoal.errors import ConfigError
 from shoal.exchange.wire import Wire
-from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
+from shoal.models import Predicted
+from shoal.models.tasks import AMP_DTYPES, inputs_of_ids, outputs_of
+from shoal.optim import JointOptimizer, ParameterAverage, SparseOptimizer, clip_grad_norm_
 from shoal.planner import Plan
 from shoal.ps.averaging import DenseAverage, average_of
 from shoal.ps.client import Patience, ServerExchange, Servers, connect
 from shoal.ps.membership import ROLE, discovery_of, servers_of
 from shoal.ps.sending import Staleness
-from shoal.rules.schedules import as_rate
+from shoal.rules.schedules import Schedule, as_rate
 from shoal.table.hosting import HostedTables, hosted_spec
 from shoal.table.spec import TableSpec
 from shoal.train.ranks import ALONE, Ranks
@@ -42,43 +44,33 @@ _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,
 }
-AMP_DTYPES = {"none": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def logits_of(
-    module: Callable[..., Tensor],
-    dense_B: Tensor | None,
-    rows: Mapping[str, Tensor],
-    dtype: torch.dtype,
-    device_type: str = "cpu",
-) -> Tensor:
-    """Logits float32 [B] of a dense module, over dense columns and pooled rows by model input.
-
-    dtype: of its products (`AMP_DTYPES`).
-    """
-    # Rows of float64 tables, too: dense weights are float32.
-    inputs = {name: one.float() for name, one in rows.items()}
-    with torch.autocast(device_type, dtype=dtype, enabled=dtype != torch.float32):
-        logits_B = module(dense_B, inputs[EMBEDDINGS], inputs.get(FIRST_ORDER))
-    return logits_B.float()
 
 
 class Scorer(nn.Module):
-    """Batch -> logits float32 [B]: the lookup, then the dense module in the run's precision."""
+    """Batch -> float32 outputs: the lookup, then the dense module in the run's precision."""
 
-    def __init__(self, tables: EmbeddingCollection, module: nn.Module, config: RunConfig) -> None:
+    def __init__(
+        self,
+        tables: EmbeddingCollection,
+        module: nn.Module,
+        parts: ModelParts,
+        config: RunConfig,
+    ) -> None:
         super().__init__()
         self.tables = tables
         self.module = module
+        self._sequences, self._id_feature = parts.inputs.sequences, parts.spec.id_feature
         self._device_type = torch.device(config.device).type
         self._dtype = AMP_DTYPES[config.amp]
         self._split = config.distributed.dense == "fsdp2"
 
     def forward(self, batch: Batch) -> Tensor:
         rows = self.tables(batch.ids, event_time_s=batch.event_time_s)
-        logits_B = logits_of(self.module, batch.dense, rows, self._dtype, self._device_type)
+        id_feature = self._id_feature if self.training else None
+        rows |= inputs_of_ids(batch.ids, self._sequences, id_feature)
+        outputs = outputs_of(self.module, batch.dense, rows, self._dtype, self._device_type)
         # FSDP2 hangs a hook on what comes out, which a change of a view in place would drop.
-        return logits_B.clone() if self._split else logits_B
+        return outputs.clone() if self._split else outputs
 
 
 class Learner:
@@ -91,9 +83,11 @@ class Learner:
         ranks: over more than one, tables are placed, the dense module is replicated or split, and
             batch normalisation counts the examples of all ranks.
         previous: the plan of the checkpoint to continue from, where that is to be kept.
+        rate_of: what becomes of the learning rates of tables and of dense weights.
 
     Attributes:
-        model: Batch -> logits; a `DistributedModelParallel` over several ranks.
+        model: Batch -> outputs; a `DistributedModelParallel` over several ranks.
+        predicted: what it predicts.
         optimizer: of the dense module.
         joint: steps rows and dense weights.
         served: its rows are on parameter servers, which save them.
@@ -108,8 +102,11 @@ class Learner:
         config: RunConfig,
         ranks: Ranks = ALONE,
         previous: Callable[[], Plan | None] = lambda: None,
+        rate_of: Callable[[float | Schedule], float | Schedule] = lambda rate: rate,
     ) -> None:
         self.name = name
+        self.predicted = Predicted(name, parts.tasks)
+        self._objective = parts.spec.objective(parts.tasks)
         self.tables = EmbeddingCollection(
             parts.tables,
             parts.features,
@@ -130,18 +127,30 @@ class Learner:
         self.nan_policy = config.nan_policy
         self._device = torch.device(config.device)
         self._clip_norm = config.clip_norm
-        self._dense_settings = config.dense_optimizer
+        dense = config.dense_optimizer
+        self._dense_settings = dense.model_copy(update={"lr": rate_of(dense.lr)})
         self._moments: Collectives | None = None
         placed_here = ranks.mesh is not None and not self.served
         self.plan = planned(config, parts, ranks, previous) if placed_here else None
-        self.model: nn.Module = self._spread(config, ranks)
-        self.optimizer = _dense_optimizer(self.module, config.dense_optimizer)
+        self.model: nn.Module = self._spread(parts, config, ranks)
+        self.optimizer = _dense_optimizer(self.module, self._dense_settings)
+        rates = {
+            (spec.name, part.name): part.optimizer.lr
+            for spec in parts.tables
+            for part in spec.segments
+            if hasattr(part.optimizer, "lr")
+        }
         self._sparse = SparseOptimizer(
-            self.tables, nan_policy=config.nan_policy, nan_clip=config.nan_clip
+            self.tables,
+            rates={key: made for key, own in rates.items() if (made := rate_of(own)) != own},
+            nan_policy=config.nan_policy,
+            nan_clip=config.nan_clip,
         )
         # Sparse first: it refuses a bad gradient before anything has changed.
         self.joint = JointOptimizer([self._sparse, self.optimizer])
         self._scaler = torch.amp.GradScaler(self._device.type, enabled=config.amp == "float16")
+        decay = config.dense_optimizer.ema
+        self._ema = None if decay is None else ParameterAverage(self.module, decay)
         self._average: DenseAverage | None = None
         if self._servers is not None and config.distributed.dense == "average":
             self._average = average_of(
@@ -184,11 +193,15 @@ class Learner:
         """What lookups of parameter servers lacked; None without them."""
         return None if self._servers is None else self._servers.staleness
 
-    def _spread(self, config: RunConfig, ranks: Ranks) -> nn.Module:
+    def _spread(self, parts: ModelParts, config: RunConfig, ranks: Ranks) -> nn.Module:
         if ranks.mesh is None:
-            return Scorer(self.tables, self.module, config)
+            return Scorer(self.tables, self.module, parts, config)
         mesh, settings = ranks.mesh, config.distributed
         path = "auto" if settings.path == "ps" else settings.path
+        if settings.dense == "fsdp2" and config.dense_optimizer.ema is not None:
+            remedy = "Leave ema out, or set distributed.dense=ddp."
+            what = "dense_optimizer.ema under distributed.dense=fsdp2"
+            raise ConfigError(what, config.dense_optimizer.ema, "none", remedy)
         if settings.dense == "fsdp2" and config.amp == "float16":
             raise ConfigError(
                 "amp under distributed.dense=fsdp2",
@@ -200,7 +213,7 @@ class Learner:
             self._moments = mesh.collectives(f"batch normalisation of {self.name}", path=path)
             self.module = normalise_over_ranks(self.module, self._moments)
         return DistributedModelParallel(
-            Scorer(self.tables, self.module, config),
+            Scorer(self.tables, self.module, parts, config),
             None
             if self.served
             else self.plan or settled_placement(config, tuple(self.tables.tables.values()), mesh),
@@ -218,31 +231,34 @@ class Learner:
         For one rank; several go through `shoal.train.loop`.
 
         Returns:
-            the logits [B] of each batch, as they were before the step; detached, on the run's
-            device, which is not waited for.
+            the logits [B] (or [B, T]) of each batch, as they were before the step; detached, on
+            the run's device, which is not waited for.
         """
         self.model.train()
         # Of a window that weighs nothing the loss is 0, and so are gradients.
         total = sum(window_weight(batch) for batch in window) or 1.0
         seen: list[Tensor] = []
         for batch in map(self._moved, window):
-            logits_B = self.model(batch)
-            loss = self.scaled(_loss_sum(logits_B, batch) / total)
+            outputs = self.model(batch)
+            loss = self.scaled(self._loss_sum(outputs, batch) / total)
             # In this thread: a GPU's backward thread costs the host more than what it launches.
             with torch.autograd.set_multithreading_enabled(False):
                 loss.backward()  # type: ignore[no-untyped-call]
-            seen.append(logits_B.detach())
+            seen.append(self._objective.logits(outputs.detach()))
         self.apply()
         return seen
 
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(mean loss of a batch, times the loss scale; logits [B]); 0 for a batch of no weight."""
-        logits_B = self.model(batch)
+        """(mean loss of a batch, times the loss scale; logits); 0 for a batch of no weight."""
+        outputs = self.model(batch)
         if batch.weights is None:
-            mean = _loss_sum(logits_B, batch) / max(batch.labels.numel(), 1)
+            mean = self._loss_sum(outputs, batch) / max(batch.labels.numel(), 1)
         else:
-            mean = _loss_sum(logits_B, batch) / batch.weights.sum().clamp_min(1e-30)
-        return self.scaled(mean), logits_B
+            mean = self._loss_sum(outputs, batch) / batch.weights.sum().clamp_min(1e-30)
+        return self.scaled(mean), self._objective.logits(outputs)
+
+    def _loss_sum(self, outputs: Tensor, batch: Batch) -> Tensor:
+        return self._objective.loss_sum(outputs, batch.labels_BT, batch.weights)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """A loss as backward takes it under mixed precision."""
@@ -250,11 +266,10 @@ class Learner:
         return scaled
 
     def predict(self, batch: Batch) -> Tensor:
-        """Probabilities [B], float32, on the run's device; nothing is inserted."""
+        """Probabilities [B] or [B, T], float32, on the run's device; nothing is inserted."""
         self.model.eval()
         with torch.inference_mode():
-            logits_B: Tensor = self.model(self._moved(batch))
-            return logits_B.sigmoid()
+            return self._objective.logits(self.model(self._moved(batch))).sigmoid()
 
     def state(self) -> dict[str, Any]:
         """What training continues from, next to rows, dense weights and the dense optimizer."""
@@ -262,6 +277,9 @@ class Learner:
             "steps": self.steps,
             "sparse": self._sparse.state_dict(),
             "scaler": self._scaler.state_dict(),
+            "average": None
+            if self._ema is None
+            else {name: one.cpu().clone() for name, one in self._ema.state_dict().items()},
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -270,8 +288,21 @@ class Learner:
         self._sparse.load_state_dict(state["sparse"])
         if state["scaler"] and self._scaler.is_enabled():
             self._scaler.load_state_dict(state["scaler"])
+        if self._ema is not None:
+            self._ema.load_state_dict(state["average"])
         if self._moments is not None:
             self._moments.step = self.steps
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within, predictions are those of averaged dense weights, where the run averages them."""
+        return nullcontext() if self._ema is None else self._ema.applied()
+
+    def loaded(self, average: Mapping[str, Tensor] | None = None) -> None:
+        """Dense weights were loaded; from here on they are the average, or what is given is."""
+        if self._ema is not None:
+            self._ema.restart()
+            if average is not None:
+                self._ema.load_state_dict(average)
 
     def check(self) -> None:
         """Raise what the last steps found in gradients; waits for a GPU.
@@ -296,6 +327,8 @@ class Learner:
         self._scaler.step(self.joint)
         self._scaler.update()
         self.joint.zero_grad()
+        if self._ema is not None:
+            self._ema.update()
         self.steps += 1
         if self._moments is not None:
             self._moments.step = self.steps
@@ -360,12 +393,6 @@ def window_weight(batch: Batch) -> float:
     return float(batch.labels.numel() if batch.weights is None else batch.weights.sum())
 
 
-def _loss_sum(logits_B: Tensor, batch: Batch) -> Tensor:
-    return binary_cross_entropy_with_logits(
-        logits_B, batch.labels, weight=batch.weights, reduction="sum"
-    )
-
-
 def _dense_optimizer(module: nn.Module, settings: DenseOptimizerSettings) -> torch.optim.Optimizer:
     kind = _OPTIMIZERS[settings.kind]
     parameters = list(module.parameters())
@@ -380,6 +407,13 @@ def _dense_optimizer(module: nn.Module, settings: DenseOptimizerSettings) -> tor
         weight_decay=settings.weight_decay,
         fused=True if fused else None,
     )  # type: ignore[call-arg]
+
+
+def average_in(state: Mapping[str, Any], name: str) -> Mapping[str, Tensor] | None:
+    """Averaged dense weights of a model in the state of a run's checkpoint; None without any."""
+    learners = state.get("run_state", {}).get("learners", {})
+    average: Mapping[str, Tensor] | None = learners.get(name, {}).get("average")
+    return average
 
 
 def contents_of(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from itertools import islice
 
@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from shoal.data import Batch
 from shoal.errors import DataError
 from shoal.metrics import BinaryMetrics, BinaryResult
+from shoal.models.tasks import split_all
 from shoal.pipeline import create_train_pipeline
 from shoal.table.hosting import HostedTables, hosted_spec
 from shoal.telemetry import ProgressLine, ProgressState, ScalarSink
+from shoal.train.course import Course
 from shoal.train.learner import Learner, window_weight
 from shoal.train.observing import RunObserver
 from shoal.train.ranks import Ranks
@@ -67,9 +69,9 @@ def _plain(
     run_state: RunState,
     batches: Iterable[Batch],
     accumulation: int,
-    saver: Saver,
+    saver: Saver | Course,
     evict_every_s: int | None,
-) -> Iterator[Trained]:
+) -> Generator[Trained]:
     """Train window by window; for one rank."""
     learners, due_s = run_state.learners, run_state.evict_due_s
     source = iter(batches)
@@ -91,10 +93,10 @@ def _overlapping(
     run_state: RunState,
     batches: Iterable[Batch],
     accumulation: int,
-    saver: Saver,
+    saver: Saver | Course,
     evict_every_s: int | None,
     staleness: int,
-) -> Iterator[Trained]:
+) -> Generator[Trained]:
     """Train while the next batches load and their ids travel; the same windows as `_plain`."""
     learners, control, first = run_state.learners, run_state.ranks.control, run_state.steps
     every = _Every(learners).train()
@@ -184,6 +186,7 @@ def train(
     *,
     staleness: int | None = None,
     evict_every_s: int | None = None,
+    course: Course | None = None,
 ) -> None:
     """Train all learners on the same batches, one pass.
 
@@ -202,6 +205,7 @@ def train(
         staleness: go through a pipeline, where looked-up rows may be stale by so many updates;
             None: window by window, on one rank.
         evict_every_s: event seconds between two evictions of expired rows; None evicts never.
+        course: pauses for evaluations as well as for saves, and may stop early.
 
     Raises:
         CheckpointError: a save failed.
@@ -212,10 +216,11 @@ def train(
     """
     recorder, ranks = run_state.recorder, run_state.ranks
     done = run_state.position if ranks.many else recorder.examples
+    pauses = course or saver
     if staleness is None:
-        windows = _plain(run_state, batches, accumulation, saver, evict_every_s)
+        windows = _plain(run_state, batches, accumulation, pauses, evict_every_s)
     else:
-        windows = _overlapping(run_state, batches, accumulation, saver, evict_every_s, staleness)
+        windows = _overlapping(run_state, batches, accumulation, pauses, evict_every_s, staleness)
 
     def point() -> None:
         main = run_state.learners[0]
@@ -224,10 +229,11 @@ def train(
         scalars = recorder.point(rows, row_bytes, observer.scalars())
         sink.write(run_state.steps, observer.completed(scalars))
 
+    predicted = [one.predicted for one in run_state.learners]
     run_state.started()
-    with progress, observer:
+    with progress, observer, closing(windows):
         for trained in windows:
-            recorder.add(trained.window, trained.logits)
+            recorder.add(trained.window, split_all(predicted, trained.logits))
             observer.stepped()
             run_state.position = trained.window[-1].position
             done = run_state.position if ranks.many else recorder.examples
@@ -238,7 +244,9 @@ def train(
             if trained.paused:
                 run_state.check()
                 run_state.evict_due_s = trained.evict_due_s
-                saver.on_pause()
+                pauses.on_pause()
+            if course is not None and course.stops:
+                break
             saver.check()
             if ranks.leads and progress.due():
                 progress.show(_progress_state(run_state, done, saver.status()))
@@ -255,19 +263,25 @@ def train(
 def evaluate_all(
     learners: Sequence[Learner], batches: Iterable[Batch], progress: ProgressLine, ranks: Ranks
 ) -> dict[str, BinaryResult]:
-    """Evaluate all learners on the same batches, by name; nothing is inserted or changed.
+    """Evaluate all learners on the same batches, by output; nothing is inserted or changed.
 
     Over several ranks each evaluates its shares; the figures are those of all examples, exactly.
 
     Raises:
         DataError: no batches.
     """
-    metrics = {one.name: BinaryMetrics(bins=CALIBRATION_BINS) for one in learners}
+    predicted = [one.predicted for one in learners]
+    columns = {name: column for one in predicted for name, column in one.columns.items()}
+    metrics = {name: BinaryMetrics(bins=CALIBRATION_BINS) for name in columns}
     examples = done = 0
-    with progress:
+    with progress, ExitStack() as held:
+        for one in learners:
+            held.enter_context(one.averaged())
         for batch in batches:
-            for one in learners:
-                metrics[one.name].update(one.predict(batch), batch.labels, batch.weights)
+            found = {one.name: [one.predict(batch)] for one in learners}
+            for name, (own_B,) in split_all(predicted, found).items():
+                labels_B = batch.labels_BT[:, columns[name]]
+                metrics[name].update(own_B, labels_B, batch.weights, batch.groups_B)
             examples += batch.labels.numel()
             done = batch.position if ranks.many else examples
             if ranks.leads and progress.due():
@@ -287,6 +301,7 @@ def evaluate_all(
 def _progress_state(run_state: RunState, examples: int, saving: str | None = None) -> ProgressState:
     recorder, main = run_state.recorder, run_state.learners[0]
     loss, auc = recorder.figures()
+    shown = next(iter(main.predicted.columns))
     if run_state.ranks.many:  # those of the last point: asking the others takes all of them
         ids, row_bytes = recorder.total_ids, recorder.row_bytes
         rows = sum(counts[-1] for counts in recorder.curves.rows.values() if counts)
@@ -295,8 +310,8 @@ def _progress_state(run_state: RunState, examples: int, saving: str | None = Non
     return ProgressState(
         examples=examples,
         ids=ids,
-        loss=loss[main.name] if math.isfinite(loss[main.name]) else None,
-        auc=auc[main.name],
+        loss=loss[shown] if math.isfinite(loss[shown]) else None,
+        auc=auc[shown],
         rows=rows,
         row_bytes=row_bytes,
         saving=saving,

@@ -139,6 +139,7 @@ class Publishing:
 
     def _publish_dense(self, publisher: Publisher) -> None:
         if self._ranks.leads:
-            publisher.publish_dense(self._dense())
+            with self._main.averaged():
+                publisher.publish_dense(self._dense())
         if self._settings is not None:
             self._due_s = time.monotonic() + self._settings.dense_every_s

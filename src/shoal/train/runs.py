@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,14 +20,15 @@ from shoal.checkpoint.table_match import LoadOptions
 from shoal.comm.launch import early_control
 from shoal.comm.launch_environment import attempt
 from shoal.config import RunConfig, as_first_rank, require_same
-from shoal.config.build import AnyModel, RunData, build_parts, open_data
-from shoal.config.tree import LogisticSettings
+from shoal.config.build import RunData, build_parts, open_data
 from shoal.data import Batch
 from shoal.errors import ConfigError, DataError
 from shoal.metrics import BinaryResult
+from shoal.models import LogisticSettings, ModelSpec
 from shoal.planner import Plan
 from shoal.planner.report import limiting
 from shoal.planner.topology import show_seconds
+from shoal.rules.schedules import settled
 from shoal.table.spec import MAX_THREADS
 from shoal.telemetry import (
     FanOut,
@@ -39,12 +41,13 @@ from shoal.telemetry import (
 )
 from shoal.train import folder as folders
 from shoal.train import summary
+from shoal.train.course import Course
 from shoal.train.folder import RunFolder
-from shoal.train.learner import Learner, contents_of
+from shoal.train.learner import Learner, average_in, contents_of
 from shoal.train.loop import evaluate_all, train
 from shoal.train.observing import RunObserver
 from shoal.train.publishing import Publishing, check_publishing
-from shoal.train.ranks import ALONE, Ranks, gather_ranks
+from shoal.train.ranks import ALONE, Ranks, gather_ranks, scaled_by
 from shoal.train.resuming import LOGISTIC, find_beginning, job_of, plan_to_keep, restore
 from shoal.train.run_state import RunState
 from shoal.train.saving import Saver
@@ -72,11 +75,6 @@ def old_objects_set_aside() -> Iterator[None]:
         gc.unfreeze()
 
 
-SCHEMA = pa.schema(
-    [("prediction", pa.float32()), ("label", pa.float32()), ("event_time_s", pa.int64())]
-)
-
-
 def write_predictions(
     path: Path,
     learner: Learner,
@@ -85,6 +83,8 @@ def write_predictions(
     ranks: Ranks = ALONE,
 ) -> int:
     """Write one row an example, in the order of the batches; returns how many.
+
+    Columns are prediction, label and event_time_s; of several tasks prediction_TASK, label_TASK.
 
     The file appears under its name when it is whole. Over several ranks rank 0 writes, batch by
     batch, what all have predicted of their shares.
@@ -98,9 +98,13 @@ def write_predictions(
         return 0
     partial, examples = Path(f"{path}.partial"), 0
     try:
-        with progress, pq.ParquetWriter(partial, SCHEMA, compression="zstd") as writer:
+        with progress, ExitStack() as held:
+            writer = None
             for batch in batches:
                 mine = _rows(learner, batch)
+                if writer is None:
+                    made = pq.ParquetWriter(partial, mine.schema, compression="zstd")
+                    writer = held.enter_context(made)
                 every = [mine]
                 if ranks.many:
                     every = ranks.gathered(mine, what="predictions of a batch")
@@ -125,13 +129,9 @@ def write_predictions(
 
 
 def _rows(learner: Learner, batch: Batch) -> pa.RecordBatch:
-    columns = (
-        learner.predict(batch).cpu().numpy(),
-        batch.labels.float().cpu().numpy(),
-        batch.event_times_B.cpu().numpy(),
-    )
-    arrays = [pa.array(column, field.type) for column, field in zip(columns, SCHEMA, strict=True)]
-    return pa.record_batch(arrays, schema=SCHEMA)
+    columns = learner.predicted.table(learner.predict(batch).cpu(), batch.labels_BT.cpu())
+    columns["event_time_s"] = batch.event_times_B.cpu()
+    return pa.record_batch({name: pa.array(one_B.numpy()) for name, one_B in columns.items()})
 
 
 Metrics = Mapping[str, Mapping[str, float]]
@@ -183,8 +183,12 @@ def _open(
             remedy="Unset it, or set threads.",
         )
     torch.manual_seed(config.seed)
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)
+    if config.tf32 is not None:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
     data = open_data(config, ranks.share)
-    models: dict[str, AnyModel] = {config.model.kind: config.model}
+    models: dict[str, ModelSpec] = {config.model.kind: config.model}
     if LOGISTIC in config.baselines:
         models.setdefault(LOGISTIC, LogisticSettings())
     every = {
@@ -197,7 +201,14 @@ def _open(
         )
         for name, model in models.items()
     }
-    learners = [Learner(name, parts, config, ranks, previous) for name, parts in every.items()]
+    rate_of = partial(
+        settled,
+        epoch_steps=-(-len(data.train) // config.data.epochs // config.accumulation),
+        factor=scaled_by(config.distributed.lr_scaling, ranks.world_size),
+    )
+    learners = [
+        Learner(name, parts, config, ranks, previous, rate_of) for name, parts in every.items()
+    ]
     ranks.step = lambda: learners[0].steps
     if ranks.many:  # models are built alike, but ranks draw different numbers, for dropout say
         torch.manual_seed(config.seed + ranks.rank)
@@ -288,8 +299,11 @@ def _run(config: RunConfig, opened: _Opened, resume: str | None) -> RunResult:
         publishing = Publishing(config, ranks, opened.learners[0], opened.print, chain)
         held.enter_context(publishing)
         saver.on_begin = publishing.saved
-        _train(opened, run_state, saver, sinks, publishing)
+        _train(opened, run_state, saver, sinks, publishing, folder)
         result = _evaluate_run(opened, folder, run_state, sinks)
+    bad = data.quarantine
+    if bad is not None and (bad.rows or bad.files):
+        opened.print(f"left out: {bad.rows:,} rows and {bad.files:,} files, named in {bad.path}")
     if folder.report.is_file():
         opened.print(f"report: {folder.report}")
     return result
@@ -332,7 +346,7 @@ def predict(
     Raises:
         ShoalError: no trained run there, wrong settings or data, or a file that cannot be written.
     """
-    with _trained(run, overrides, console) as (folder, opened):
+    with _trained(run, overrides, console) as (folder, opened), opened.learners[0].averaged():
         file = folder.predictions if out is None else out
         batches = opened.data.evaluation
         progress = opened.progress("predict", batches.examples)
@@ -361,22 +375,33 @@ def _trained(
             assert where is not None, "found before"
             # What trained the models stays there.
             optimizers = frozenset(f"optimizer:{one.name}" for one in opened.learners)
-            load(
+            found = load(
                 where,
                 contents_of(opened.learners, trains=False),
                 options=LoadOptions(allow_unknown=optimizers),
                 collectives=ranks.control,
             )
+            for one in opened.learners:
+                one.loaded(average_in(found.state, one.name))
             yield folder, opened
 
 
 def _train(
-    opened: _Opened, run_state: RunState, saver: Saver, sink: ScalarSink, publishing: Publishing
+    opened: _Opened,
+    run_state: RunState,
+    saver: Saver,
+    sink: ScalarSink,
+    publishing: Publishing,
+    folder: RunFolder,
 ) -> None:
     """Train from where the run_state is to the end, and save."""
     config, data, ranks = opened.config, opened.data, opened.ranks
     staleness = config.distributed.staleness
     observer = RunObserver(config, ranks, opened.learners[0], on_step=publishing.stepped)
+    course = None
+    if config.eval.every_steps is not None:
+        evaluate = partial(_evaluate_on_the_way, opened, run_state, sink)
+        course = Course(config, run_state, saver, evaluate, folder)
     with old_objects_set_aside(), saver:
         train(
             run_state,
@@ -388,9 +413,32 @@ def _train(
             sink,
             staleness=staleness if ranks.many or staleness else None,
             evict_every_s=config.evict_every_s if opened.learners[0].expires else None,
+            course=course,
         )
+        if course is not None:
+            if course.stops:
+                opened.print(f"stopped early after step {run_state.steps}")
+            course.finish()
         saver.finish(model=config.output.save_model)
         publishing.finish()
+
+
+def _evaluate_on_the_way(
+    opened: _Opened, run_state: RunState, sink: ScalarSink
+) -> Mapping[str, float]:
+    """Evaluate the model between two steps, which is no time of training."""
+    main, batches = opened.learners[0], opened.data.evaluation
+    run_state.ended()
+    silent = ProgressLine(Console(quiet=True), "evaluate", batches.examples)
+    results = evaluate_all([main], batches, silent, opened.ranks)
+    main.model.train()
+    name, result = next(iter(results.items()))
+    sheet = {k: v for k, v in summary.figures(result).items() if k in summary.SHOWN}
+    sink.write(run_state.steps, {f"eval/{figure}/{name}": v for figure, v in sheet.items()})
+    shown = ", ".join(f"{figure} {value:.4f}" for figure, value in sheet.items())
+    opened.print(f"step {run_state.steps}: {shown}")
+    run_state.started()
+    return sheet
 
 
 def _evaluate(
@@ -418,7 +466,8 @@ def _evaluate_run(
     scalars = {
         f"eval/{figure}/{name}": sheet[figure]
         for name, sheet in metrics.items()
-        for figure in ("auc", "log_loss", "ne", "calibration")
+        for figure in summary.SHOWN
+        if figure in sheet
     }
     sinks.write(run_state.steps, scalars)
     result = RunResult(

@@ -19,6 +19,7 @@ from shoal.checkpoint import load_share
 from shoal.config import RunConfig
 from shoal.config.build import ModelParts, build_parts, source_inputs
 from shoal.errors import ConfigError, InputError, ServerLost, UnknownName
+from shoal.serve import loading
 from shoal.serve.loading import FolderSource, FollowedSource, Role, ServedShare
 from shoal.serve.model import Model
 from shoal.serve.repository import Repository
@@ -236,3 +237,29 @@ def test_files_that_are_no_certificate(tmp_path: Path) -> None:
         ModelServer(Service(models), http_address=None, tls=tls),
     ):
         pass
+
+
+def test_a_dense_module_is_compiled_if_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def compiled(module: Any, inputs: Any, folder: Path) -> Any:
+        seen.extend(one.shape for one in inputs)
+        return lambda *inputs: module(*inputs) + 1000
+
+    monkeypatch.setattr(loading, "compiled", compiled)
+    run = trained(tmp_path)
+    source = FolderSource(run, ServedShare(compile=True))
+    version = source.newest()
+    assert version is not None
+    found = source.load(version).predict(tiny_inputs(3))
+    assert seen == [(-1, 4), (-1, 3, 4), (-1, 3)]
+    assert found["prediction"].tolist() == [1, 1, 1]
+
+
+def test_products_of_half_precision_are_not_compiled(tmp_path: Path) -> None:
+    run = trained(tmp_path, amp="bfloat16")
+    source = FolderSource(run, ServedShare(compile=True))
+    with pytest.raises(ConfigError, match="amp=bfloat16"):
+        source.load(source.newest() or 0)
