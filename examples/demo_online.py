@@ -158,6 +158,8 @@ class Demo:
         print(f"{len(stream.labels):,} flights of {self._days} days, {self._day_s:g} s a day")
         with ReplicaSet(grpc[:2]) as live, ReplicaSet(grpc[2:]) as daily:
             seen = self._ask(stream, {"live": live, "daily": daily}, http[0], began_s)
+        if not seen.staleness_s:
+            raise SystemExit("demo: all flights came before servers were ready; raise --day-s")
         return self._report(stream, seen)
 
     def _serve(self, run: str, grpc: str, http: str, *more: str) -> None:
@@ -254,7 +256,8 @@ class Demo:
             f"Live replicas against a model that is loaded once a day: {len(days)} days of "
             f"November, {self._day_s:g} s a day"
         )
-        file.write_text(page("Flights, online", subtitle, facts, f'<div class="grid">{charts}</div>'))
+        grid = f'<div class="grid">{charts}</div>'
+        file.write_text(page("Flights, online", subtitle, facts, grid))
         print(f"page: {file}")
         return 0
 

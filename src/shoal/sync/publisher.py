@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -256,6 +257,7 @@ class Publisher:
         self._packing = threading.Lock()
         self._spool = _Spool()
         self._replicas: dict[str, tuple[float, Ask]] = {}  # when each asked last, and what
+        self._gone: deque[str] = deque(maxlen=100)  # that said goodbye last
         self._checkpoints: dict[str, Cursor] = {}  # where those with a checkpoint follow on
         self._rate, self._turn_s, self._failures = Rate(), 0.0, 0
         self._closed_s: float | None = None
@@ -469,6 +471,7 @@ class Publisher:
     def _goodbye(self, ask: Ask) -> _Answer:
         with self._lock:
             self._replicas.pop(ask.replica, None)
+            self._gone.append(ask.replica)
         self._end_passes(ask.replica)
         return None, []
 
@@ -481,6 +484,8 @@ class Publisher:
     def _note(self, ask: Ask) -> None:
         """That a replica is there; what it has, it says when it asks "after" or "newest"."""
         with self._lock:
+            if ask.replica in self._gone:  # asked before its goodbye, and was heard after it
+                return
             if len(self._replicas) > _MOST_REPLICAS:
                 self._replicas.clear()
             _, last = self._replicas.get(ask.replica, (0.0, ask))

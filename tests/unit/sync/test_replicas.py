@@ -440,7 +440,18 @@ def test_a_replica_serves_its_checkpoint_while_others_take_passes(tmp_path: Path
             asked(publishers[0], "goodbye", replica="a")  # its pass is free at once
             wait(replica, publishers)
             assert replica.status()[0].passes == 1
-        assert replica._name not in [one.replica for one in publishers[0].status().replicas]
+        ends = time.monotonic() + WAIT_S
+        while replica._name in [one.replica for one in publishers[0].status().replicas]:
+            assert time.monotonic() < ends
+            time.sleep(0.01)
+
+
+def test_a_request_that_is_heard_after_the_goodbye_brings_nobody_back() -> None:
+    with serving(trainers(1)) as (publishers, _):
+        for method in ("after", "goodbye", "after"):
+            asked(publishers[0], method, replica="a")
+        assert publishers[0].status().replicas == ()
+        assert publishers[0].drain(WAIT_S)
 
 
 def test_passes_of_slow_replicas_are_not_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
