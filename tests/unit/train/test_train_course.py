@@ -15,8 +15,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from shoal import config, train
+from shoal import EmbeddingCollection, config, train
 from shoal.checkpoint import Contents, LoadOptions, load
+from shoal.comm import get_sync_run_hooks
 from shoal.config.build import build_parts, build_tables
 from shoal.errors import ConfigError, DataError
 from shoal.metrics import grouped_auc, log_loss
@@ -303,3 +304,28 @@ def test_servers_and_exports_take_the_average(data: Path):
     for name, parameter in parts[0].module.named_parameters():
         assert torch.equal(parameter, average[name])
         assert not torch.equal(parameter, raw[name])
+
+
+class Steps:
+    """A hook that counts."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.tables = 0
+
+    def begin(self, module: torch.nn.Module) -> None:
+        assert not self.seen
+        self.tables += sum(isinstance(part, EmbeddingCollection) for part in module.modules())
+
+    def after_step(self, step: int) -> None:
+        self.seen.append(step)
+
+
+def test_hooks_of_a_run_are_called(data: Path):
+    hook = Steps()
+    run(settings(data), hooks=[hook, *get_sync_run_hooks()])
+    assert (hook.seen, hook.tables) == (list(range(1, 21)), 1)
+    part, _ = run(settings(data, checkpoint={"every_steps": 15, "full_every": 1}))
+    more = Steps()
+    run(settings(data, data={"epochs": 2}), resume=str(part.folder), hooks=[more])
+    assert more.seen == list(range(21, 41))
