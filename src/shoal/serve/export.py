@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal import config as settings
-from shoal.checkpoint import Contents, LoadOptions, load, load_share, read_manifest, save
+from shoal.checkpoint import Contents, load_share, read_manifest, save
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import claim
@@ -34,10 +34,10 @@ from shoal.serve.bundle import (
     signature_of,
 )
 from shoal.serve.signature import DENSE
+from shoal.sync.checkpoints import load_module
 from shoal.sync.replica import serving_spec
 from shoal.table.factory import make_shard
 from shoal.table.hosting import HostedTables, plan_placement
-from shoal.train.learner import average_in
 
 Mode = Literal["standalone", "distributed", "dense"]
 RowDType = Literal["float32", "float16"]
@@ -255,7 +255,7 @@ class _Writer:
 
     def write(self, folder: Path, mode: Mode, shards: int) -> None:
         folder.mkdir()
-        self._load_module()
+        load_module(self._url, self._parts.name, self._parts.module)
         if mode == "dense":
             self._bundle(folder, "dense")
         elif mode == "standalone":
@@ -303,14 +303,6 @@ class _Writer:
         placed = HostedTables(self._specs, shard, plan_placement(self._specs, of))
         load_share([self._url], placed, index, collection=self._parts.name, state=False)
         return HostedTables(self._specs, shard)
-
-    def _load_module(self) -> None:
-        name, manifest = self._parts.name, self._manifest
-        others = {f"module:{one}" for one in manifest.modules if one != name}
-        others |= {f"optimizer:{one}" for one in manifest.optimizers}
-        options = LoadOptions(tables=(), state=False, allow_unknown=frozenset(others))
-        found = load(self._url, Contents(modules={name: self._parts.module}), options=options)
-        self._parts.module.load_state_dict(average_in(found.state, name) or {}, strict=False)
 
 
 def hash_range(index: int, of: int) -> tuple[int, int]:

@@ -4,7 +4,8 @@ An id feature is one input of its name: [B] or [B, 1], one id an example; a feat
 [B, L], and an input `<name>_lengths` [B] says how many of an example's L ids count (all of them
 without it); or the ids of all examples one after another, [N], with their lengths. Ids are
 integers, or texts, which become ids as in training. Every int64 is a legal id, so that no value
-could stand for padding. Dense columns are one input, "dense" [B, n].
+could stand for padding. Dense columns are one input, "dense" [B, n]. The dense module alone takes
+pooled rows in place of ids.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from shoal.config.build import ModelParts
+from shoal.config.build import EMBEDDINGS, FIRST_ORDER, ModelParts
 from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, unknown_name
 from shoal.ids import ids_of_text
 from shoal.ragged import KeyedRagged
 from shoal.serve.tensors import Array
 
-DENSE, LENGTHS, PREDICTION = "dense", "_lengths", "prediction"
+DENSE, LENGTHS, LOGITS, PREDICTION = "dense", "_lengths", "logits", "prediction"
 SIGNATURES = ("", "serving_default")
 MOST_EXAMPLES = 1 << 16  # of a request
 
@@ -52,6 +53,16 @@ class Examples:
     values: tuple[Array, ...]
     lengths: tuple[Array, ...]
     dense: Array | None
+
+
+def dense_inputs(parts: ModelParts, num_dense: int) -> tuple[ServedTensor, ...]:
+    """What a model's dense module takes, in its order: dense columns and pooled rows."""
+    count, dim = len(parts.features), parts.tables[0].segments[-1].dim
+    shapes: dict[str, tuple[int, ...]] = {DENSE: (num_dense,)} if num_dense else {}
+    shapes[EMBEDDINGS] = count, dim
+    if any(layout.name == FIRST_ORDER for layout in parts.layouts):
+        shapes[FIRST_ORDER] = (count,)
+    return tuple(ServedTensor(name, "float32", (-1, *shape)) for name, shape in shapes.items())
 
 
 class ExampleReader:
@@ -116,7 +127,7 @@ class ExampleReader:
                     remedy="Shorten the lists.",
                 )
             if size < 0:
-                size = _checked_size(len(counts))
+                size = checked_size(len(counts))
             _check_size(name, len(counts), size)
             values.append(ids)
             lengths.append(counts)
@@ -178,18 +189,28 @@ class ExampleReader:
     def _dense(self, inputs: Mapping[str, Array], size: int) -> Array | None:
         if not self._num_dense:
             return None
-        given = inputs.get(DENSE)
-        if given is None or given.shape != (size, self._num_dense):
-            raise _shape(DENSE, given, f"[{size}, {self._num_dense}]")
-        if given.dtype.kind not in "fiu":
-            raise DTypeError(
-                f"dtype of input {DENSE!r}", given.dtype, "numbers", "Send floating numbers."
-            )
-        dense = np.ascontiguousarray(given, dtype=np.float32)
-        if not np.isfinite(dense).all():
-            remedy = "Send what stands for a missing value in training."
-            raise InputError(f"input {DENSE!r}", "NaN or infinity", "finite numbers", remedy)
-        return dense
+        return as_floats(DENSE, inputs.get(DENSE), (size, self._num_dense))
+
+
+def as_floats(name: str, given: Array | None, shape: tuple[int, ...]) -> Array:
+    """Finite numbers of an input as float32.
+
+    Raises:
+        ShapeError: another shape, or none given.
+        InputError: no numbers, or not finite.
+    """
+    if given is None or given.shape != shape:
+        raise _shape(name, given, str(list(shape)))
+    if given.dtype.kind not in "fiu":
+        raise DTypeError(
+            f"dtype of input {name!r}", given.dtype, "numbers", "Send floating numbers."
+        )
+    with np.errstate(over="ignore"):  # what is too large is infinite
+        floats = np.ascontiguousarray(given, dtype=np.float32)
+    if not np.isfinite(floats).all():
+        remedy = "Send what stands for a missing value in training."
+        raise InputError(f"input {name!r}", "NaN or infinity", "finite numbers", remedy)
+    return floats
 
 
 def as_ids(name: str, given: Array) -> Array:
@@ -209,7 +230,12 @@ def as_ids(name: str, given: Array) -> Array:
     return flat.view(np.int64) if given.dtype == np.uint64 else flat.astype(np.int64, copy=False)
 
 
-def _checked_size(size: int) -> int:
+def checked_size(size: int) -> int:
+    """A number of examples.
+
+    Raises:
+        ShapeError: too many for a request.
+    """
     if size > MOST_EXAMPLES:
         raise ShapeError(
             "examples of a request", size, f"at most {MOST_EXAMPLES}", "Send several requests."

@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 
 from shoal import report
+from shoal.checkpoint.job_state import average_in
 from shoal.checkpoint.loading import load
 from shoal.checkpoint.table_match import LoadOptions
 from shoal.comm.launch import early_control
@@ -44,10 +45,10 @@ from shoal.train import folder as folders
 from shoal.train import summary
 from shoal.train.course import Course
 from shoal.train.folder import RunFolder
-from shoal.train.learner import Learner, average_in, contents_of
+from shoal.train.learner import Learner, contents_of
 from shoal.train.loop import evaluate_all, train
 from shoal.train.observing import RunObserver
-from shoal.train.publishing import Publishing
+from shoal.train.publishing import Publishing, check_publishing
 from shoal.train.ranks import ALONE, Ranks, gather_ranks, scaled_by
 from shoal.train.resuming import LOGISTIC, find_beginning, job_of, plan_to_keep, restore
 from shoal.train.run_state import RunState
@@ -265,6 +266,7 @@ def _run(
 ) -> RunResult:
     """config: as it was given, which the run folder keeps."""
     data, ranks = opened.data, opened.ranks
+    check_publishing(config, opened.learners[0])
     _report_short(opened)
     has_events = _has_events(opened)
     examples = len(data.train.source)

@@ -21,7 +21,7 @@ from shoal.comm import get_sync_run_hooks
 from shoal.config.build import build_parts, build_tables
 from shoal.errors import ConfigError, DataError
 from shoal.metrics import grouped_auc, log_loss
-from shoal.serve.loading import load_module
+from shoal.sync.checkpoints import load_module
 from shoal.train.folder import RunFolder, checkpoint_of
 
 ROWS = 640
@@ -295,7 +295,7 @@ def test_servers_and_exports_take_the_average(data: Path):
     url = checkpoint_of(RunFolder(result.folder))
     assert url is not None
     parts = [build_parts(made, made.model, offered=("item", "user"), num_dense=1) for _ in range(2)]
-    load_module(url, made, parts[0].module)
+    load_module(url, "deepfm", parts[0].module)
     names = frozenset({"optimizer:deepfm"})
     options = LoadOptions(tables=(), state=False, allow_unknown=names)
     found = load(url, Contents(modules={"deepfm": parts[1].module}), options=options)
