@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import typing
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from pydantic import BaseModel
 from shoal import errors
 from shoal.config.compose import ENVIRONMENT
 from shoal.config.tree import RunConfig
+from shoal.models import MODELS, TaskSettings
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -58,6 +60,13 @@ def sections_of(hint: object) -> list[type[BaseModel]]:
 def keys_of(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Dotted names of all settings; NAME stands for a name that the user gives."""
     for key, field in section.model_fields.items():
+        if key == "model":  # a spec, whose keys are its fields
+            yield from {f"model.{one.name}" for spec in MODELS.values() for one in fields(spec)}
+            yield "model.kind"
+            continue
+        if key == "tasks":
+            yield from (f"tasks.NAME.{one.name}" for one in fields(TaskSettings))
+            continue
         inner = sections_of(field.annotation)
         if not inner:
             yield prefix + key

@@ -9,7 +9,7 @@ from shoal.cli.ckpt import ckpt
 from shoal.cli.export import export
 from shoal.cli.plan import plan
 from shoal.cli.ps import ps
-from shoal.cli.run import evaluate, predict, train
+from shoal.cli.run import data, evaluate, predict, train
 from shoal.cli.serve import serve
 
 app = typer.Typer(
@@ -30,6 +30,7 @@ app.command(name="serve", no_args_is_help=True)(serve)
 app.add_typer(ckpt)
 app.add_typer(plan)
 app.add_typer(bench)
+app.add_typer(data)
 
 
 @app.callback()

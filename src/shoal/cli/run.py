@@ -1,12 +1,24 @@
-"""`shoal train`, `shoal eval` and `shoal predict`."""
+"""`shoal train`, `shoal eval`, `shoal predict`; `shoal data` makes something to train on."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
 
-from shoal.cli.shell import Debug, Overrides, argument, console, one_job, option
+import typer
 
+from shoal.cli.shell import (
+    Debug,
+    Overrides,
+    argument,
+    clean_errors,
+    console,
+    one_job,
+    option,
+    print_line,
+)
+
+data = typer.Typer(name="data", help="Make data to train on.", no_args_is_help=True)
 Run = Annotated[str, argument("CONFIG|RUN", "Run folder, or a config file: then its latest run.")]
 
 
@@ -103,3 +115,33 @@ def predict(
         from shoal import train as training
 
         training.predict(run, overrides or (), out=out, console=console())
+
+
+@data.callback()
+def _data() -> None:
+    """Make data to train on."""
+
+
+@data.command(no_args_is_help=True)
+def synth(
+    folder: Annotated[str, argument("DIR", "Folder of train.parquet and eval.parquet.")],
+    like: Annotated[str, option("NAME", "criteo, taobao or movielens.", "--like")],
+    rows: Annotated[int, option("N", "Examples, the last tenth of them to evaluate on.")] = 100_000,
+    seed: Annotated[int, option("N", "Of everything; 0 if left out.")] = 0,
+    debug: Debug = False,
+) -> None:
+    """Write made-up examples with the columns of a public data set, as two Parquet files.
+
+    Ids follow a Zipf law, and labels hidden weights of them, so that models can be compared.
+
+    Examples:
+
+      shoal data synth --like criteo --rows 100000 data/criteo
+
+      shoal train examples/deepfm_criteo.yaml
+    """
+    with clean_errors(debug):
+        from shoal.data.synthetic import write_like
+
+        for file in write_like(like, rows, folder, seed=seed):  # type: ignore[arg-type]
+            print_line(console(), str(file))

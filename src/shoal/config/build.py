@@ -13,13 +13,9 @@ from torch import nn
 
 from shoal.config import tree
 from shoal.config.tree import (
-    DcnSettings,
-    DeepFMSettings,
-    DlrmSettings,
     FeatureSettings,
     FileSource,
     FlightsSource,
-    LogisticSettings,
     RunConfig,
     SyntheticSource,
     TableSettings,
@@ -35,31 +31,30 @@ from shoal.data import (
     RankShare,
     Recipe,
     Source,
-    Subset,
     SyntheticClicks,
+    first_of,
     flights,
     split_by_time,
 )
-from shoal.embedding.combiners import Combiner, ReduceMean, ReduceSum
+from shoal.embedding.combiners import Combiner, FirstN, ReduceMean, ReduceSum
 from shoal.embedding.layouts import Feature, Layout, LayoutSlice
 from shoal.errors import ConfigError, unknown_name
-from shoal.models import DCN, DLRM, DeepFM, LogisticRegression
+from shoal.models import BIAS, VEC, Inputs, ModelSpec, Task
+from shoal.models.tasks import EMBEDDINGS, FIRST_ORDER, SEQUENCES, tasks_of
 from shoal.table.factory import resolve_device
 from shoal.table.spec import HostRows, Segment, TableSpec
-
-EMBEDDINGS = "embeddings"
-FIRST_ORDER = "first_order"
-_BIAS, _VEC = "bias", "vec"
-
-AnyModel = LogisticSettings | DeepFMSettings | DlrmSettings | DcnSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelParts:
     """What a model is assembled from.
 
-    Layouts give the model inputs `EMBEDDINGS` [B, F, D] and, for some models, `FIRST_ORDER`
-    [B, F]; `module` takes (dense [B, n] or None, embeddings, first_order or None) to logits [B].
+    Layouts give the inputs of `module` that are rows, by their names in `shoal.models.tasks`.
+
+    Args:
+        spec: of `module`.
+        tasks: what it predicts, in the order of its outputs.
+        inputs: widths and names of its inputs.
     """
 
     name: str
@@ -67,11 +62,14 @@ class ModelParts:
     features: tuple[Feature, ...]
     layouts: tuple[Layout, ...]
     module: nn.Module
+    spec: ModelSpec
+    tasks: tuple[Task, ...]
+    inputs: Inputs
 
 
 def build_parts(
     config: RunConfig,
-    model: AnyModel,
+    model: ModelSpec,
     *,
     offered: Sequence[str],
     num_dense: int,
@@ -90,21 +88,28 @@ def build_parts(
         UnknownName: a feature that the data does not have, or a table that no feature uses.
         ConfigError: widths that do not fit together, or not into memory.
     """
-    settings, segments = feature_settings(config, offered), _segments_of(model)
+    settings = feature_settings(config, offered)
     features = tuple(
-        Feature(name, own.table or name, _combiner(own), own.max_length)
+        Feature(name, own.table or name, _combiner(name, own, model), own.max_length)
         for name, own in settings.items()
     )
-    tables = _tables(config, settings, segments)
-    dim = 1 if segments == (_BIAS,) else tables[0].segments[-1].dim
+    tables = _tables(config, settings, model.segments)
+    tasks = tasks_of(source_inputs(config.data.source).labels, config.tasks)
+    tasks = tasks if model.multi_task else tasks[:1]
+    dim = 1 if model.segments == (BIAS,) else tables[0].segments[-1].dim
+    lengths = {one.name: one.combiner.max_seq_length for one in features}
+    inputs = Inputs.of(num_dense, dim, lengths, tuple(task.label for task in tasks))
     if examples is not None:
-        _check_memory(config, model, tables, (num_dense, len(features), dim), examples)
+        _check_memory(config, model, tables, inputs, examples)
     return ModelParts(
         name=model.kind,
         tables=tables,
         features=features,
-        layouts=_layouts(features, segments),
-        module=_module(model, (num_dense, len(features), dim)),
+        layouts=_layouts(inputs, model.segments),
+        module=model.build(inputs),
+        spec=model,
+        tasks=tasks,
+        inputs=inputs,
     )
 
 
@@ -115,7 +120,7 @@ def build_tables(config: RunConfig) -> tuple[TableSpec, ...]:
         UnknownName: a feature that the data does not have, or a table that no feature uses.
     """
     settings = feature_settings(config, source_inputs(config.data.source).features)
-    return _tables(config, settings, _segments_of(config.model))
+    return _tables(config, settings, config.model.segments)
 
 
 def _tables(
@@ -144,7 +149,7 @@ def table_spec(config: RunConfig, table: str) -> TableSpec:
     used = {settings.table or name for name, settings in config.features.items()}
     if used and table not in used:
         raise unknown_name("table", table, used, remedy="Tables are named by features.*.table.")
-    return _table(table, _settings_of(config, table), _segments_of(config.model))
+    return _table(table, _settings_of(config, table), config.model.segments)
 
 
 def feature_settings(config: RunConfig, offered: Sequence[str]) -> Mapping[str, FeatureSettings]:
@@ -164,14 +169,13 @@ def feature_settings(config: RunConfig, offered: Sequence[str]) -> Mapping[str, 
     return config.features or {name: FeatureSettings() for name in offered}
 
 
-def _combiner(settings: FeatureSettings) -> Combiner:
-    return ReduceMean() if settings.combiner == "mean" else ReduceSum()
-
-
-def _segments_of(model: AnyModel) -> tuple[str, ...]:
-    if isinstance(model, LogisticSettings):
-        return (_BIAS,)
-    return (_BIAS, _VEC) if isinstance(model, DeepFMSettings) else (_VEC,)
+def _combiner(name: str, settings: FeatureSettings, model: ModelSpec) -> Combiner:
+    if settings.combiner == "first_n" and model.takes_sequences:
+        if settings.max_length is None:
+            remedy = f"Set features.{name}.max_length."
+            raise ConfigError(f"sequence {name!r}", "no max_length", "its longest", remedy)
+        return FirstN(settings.max_length)
+    return ReduceSum() if settings.combiner == "sum" else ReduceMean()
 
 
 def _settings_of(config: RunConfig, table: str) -> TableSettings:
@@ -183,15 +187,15 @@ def _settings_of(config: RunConfig, table: str) -> TableSettings:
 
 def _table(name: str, settings: TableSettings, segments: tuple[str, ...]) -> TableSpec:
     every = {
-        _BIAS: Segment(
+        BIAS: Segment(
             dim=1,
-            name=_BIAS,
+            name=BIAS,
             initializer=settings.bias.initializer,
             optimizer=settings.bias.optimizer or settings.optimizer,
         ),
-        _VEC: Segment(
+        VEC: Segment(
             dim=settings.dim,
-            name=_VEC,
+            name=VEC,
             initializer=settings.initializer,
             optimizer=settings.optimizer,
             compressor=settings.compressor,
@@ -209,21 +213,23 @@ def _table(name: str, settings: TableSettings, segments: tuple[str, ...]) -> Tab
     )
 
 
-def _layouts(features: Sequence[Feature], segments: tuple[str, ...]) -> tuple[Layout, ...]:
-    def slices(segment: str) -> tuple[LayoutSlice, ...]:
-        return tuple(LayoutSlice(feature.name, segment) for feature in features)
+def _layouts(inputs: Inputs, segments: tuple[str, ...]) -> tuple[Layout, ...]:
+    def slices(names: Sequence[str], segment: str) -> tuple[LayoutSlice, ...]:
+        return tuple(LayoutSlice(name, segment) for name in names)
 
-    stacked = Layout(EMBEDDINGS, "stack", slices(segments[-1]))
-    if len(segments) == 1:
-        return (stacked,)
-    return (Layout(FIRST_ORDER, "concat", slices(_BIAS)), stacked)
+    made = [Layout(EMBEDDINGS, "stack", slices(inputs.names, segments[-1]))]
+    if len(segments) > 1:
+        made.insert(0, Layout(FIRST_ORDER, "concat", slices(inputs.names, BIAS)))
+    if inputs.sequences:
+        made.append(Layout(SEQUENCES, "stack", slices(inputs.sequences, segments[-1])))
+    return tuple(made)
 
 
 def _check_memory(
     config: RunConfig,
-    model: AnyModel,
+    model: ModelSpec,
     tables: Sequence[TableSpec],
-    inputs: tuple[int, int, int],
+    inputs: Inputs,
     examples: int,
 ) -> None:
     """Refuse settings that cannot work here, by what they take at least, before they take it.
@@ -232,9 +238,8 @@ def _check_memory(
         ConfigError: more than the machine has; names the largest part.
     """
     with torch.device("meta"):
-        weights = sum(one.numel() for one in _module(model, inputs).parameters())
-    num_dense, features, dim = inputs
-    widths = num_dense + features * dim + sum(getattr(model, "hidden", ()))
+        weights = sum(one.numel() for one in model.build(inputs).parameters())
+    widths = inputs.width + sum(getattr(model, "hidden", ()))
     order = config.data.shuffle_window or examples if config.data.shuffle != "never" else 0
     parts = {
         "model.hidden": 16 * weights,  # with gradients and the optimizer's two numbers
@@ -258,15 +263,6 @@ def _check_memory(
             allowed=f"{here:,} bytes, as this machine has",
             remedy=f"Lower {name}.",
         )
-
-
-def _module(model: AnyModel, inputs: tuple[int, int, int]) -> nn.Module:
-    if isinstance(model, LogisticSettings):
-        return LogisticRegression(inputs)
-    settings = model.model_dump(exclude={"kind"})
-    if isinstance(model, DlrmSettings):
-        return DLRM(inputs, top=settings.pop("hidden"), **settings)
-    return (DeepFM if isinstance(model, DeepFMSettings) else DCN)(inputs, **settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,21 +291,23 @@ class SourceInputs:
         features: names of the id features, in batch order.
         lists: those whose examples may have any number of ids.
         num_dense: dense columns.
+        labels: their names.
     """
 
     features: tuple[str, ...]
     lists: frozenset[str]
     num_dense: int
+    labels: tuple[str, ...]
 
 
 def source_inputs(source: tree.SourceSettings) -> SourceInputs:
     """The inputs of a source by its settings alone; nothing is read."""
     if isinstance(source, SyntheticSource):
         made = _synthetic(source, 0)[0]
-        return SourceInputs(made.features, frozenset(), made.num_dense)
+        return SourceInputs(made.features, frozenset(), made.num_dense, ("label",))
     recipe = flights.RECIPE if isinstance(source, FlightsSource) else _recipe(source)
     lists = {one.name for one in recipe.ids if one.is_list} | set(recipe.computed.names)
-    return SourceInputs(recipe.features, frozenset(lists), recipe.num_dense)
+    return SourceInputs(recipe.features, frozenset(lists), recipe.num_dense, recipe.labels)
 
 
 def open_data(config: RunConfig, share: RankShare | None = None) -> RunData:
@@ -353,7 +351,7 @@ def open_data(config: RunConfig, share: RankShare | None = None) -> RunData:
         features=training.features,
         num_dense=training.num_dense,
         train=Loader(
-            _first(training, settings.max_examples),
+            first_of(training, settings.max_examples),
             settings.batch_size,
             order=order,
             share=training_share,
@@ -365,7 +363,7 @@ def open_data(config: RunConfig, share: RankShare | None = None) -> RunData:
             pace=_pace(config),
         ),
         evaluation=Loader(
-            _first(evaluation, config.eval.max_examples),
+            first_of(evaluation, config.eval.max_examples),
             config.eval.batch_size,
             share=share,
             prefetch=settings.prefetch,
@@ -442,9 +440,3 @@ def _synthetic(settings: SyntheticSource, seed: int) -> tuple[Source, Source]:
         examples=settings.eval_examples, first=settings.examples, seed=seed, **shared
     )
     return training, evaluation
-
-
-def _first(source: Source, max_examples: int | None) -> Source:
-    if max_examples is None or max_examples >= len(source):
-        return source
-    return Subset(source, torch.arange(max_examples, device="cpu"))

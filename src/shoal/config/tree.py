@@ -34,6 +34,7 @@ from shoal.data.kinds import KINDS
 from shoal.errors import ConfigError, UnknownName, unknown_name
 from shoal.exchange.all_to_all import GradReduce
 from shoal.exchange.wire import WireKind
+from shoal.models import MODELS, DeepFMSettings, ModelSpec, TaskSettings
 from shoal.planner.options import constraint_of
 from shoal.rules import compressors, initializers, optimizers, schedules
 from shoal.rules.admission import Admission
@@ -65,6 +66,7 @@ _FAMILIES: dict[str, Registry] = {
     "schedule": SCHEDULES,
     "feature": KINDS,
     "ids": ID_RULES,
+    "model": MODELS,
 }
 
 
@@ -308,6 +310,7 @@ def _dump_features(value: FeatureSet) -> dict[str, Any]:
 OptimizerRule = Annotated[Optimizer, _Built(lambda value: build(value, OPTIMIZERS))]
 InitializerRule = Annotated[Initializer, _Built(lambda value: build(value, INITIALIZERS))]
 CompressorRule = Annotated[Compressor, _Built(lambda value: build(value, COMPRESSORS))]
+ModelRule = Annotated[ModelSpec, _Built(lambda value: build(value, MODELS))]
 LearningRate = Annotated[float | Schedule, _Built(_rate)]
 AdmissionRule = Annotated[Admission | None, _Built(_admission)]
 ExpiryRule = Annotated[Expiry | None, _Built(_expiry)]
@@ -318,8 +321,6 @@ Features = Annotated[FeatureSet, _Built(_features, _dump_features)]
 Count = Annotated[int, Field(gt=0, le=(1 << 31) - 1)]
 Examples = Annotated[int, Field(gt=0, le=1 << 47)]
 Few = Annotated[int, Field(ge=0, le=1024)]
-Width = Annotated[int, Field(gt=0, le=1 << 16)]
-Layers = Annotated[tuple[Width, ...], Field(max_length=64)]
 LogOdds = Annotated[float, Field(ge=-1e6, le=1e6)]
 Seconds = Annotated[float, Field(gt=0, le=1e8)]
 
@@ -347,14 +348,14 @@ class FileSource(Section):
 
     `eval_paths` are files to evaluate on; without them `data.split` divides `paths` by time.
     `features` are computed of columns (`shoal.data.feature_set`); one of `ids` and `features` is
-    needed.
+    needed. Of several labels the first is that of models with one output.
     """
 
     paths: tuple[str, ...]
     eval_paths: tuple[str, ...] = ()
     ids: dict[str, IdSettings] = Field(default_factory=dict)
     features: Features = Field(default_factory=lambda: FeatureSet(()))
-    label: str
+    label: str | tuple[str, ...]
     dense: tuple[str, ...] = ()
     dense_fill: Annotated[float, Field(allow_inf_nan=False)] | None = None
     time: str | None = None
@@ -470,51 +471,14 @@ class TableSettings(Section):
 
 
 class FeatureSettings(Section):
-    """A feature: the table it looks up (its own name when left out) and how ids are pooled."""
+    """A feature: the table it looks up (its own name when left out) and how ids are pooled.
+
+    "first_n" keeps the rows of `max_length` ids as a sequence, for models that take them.
+    """
 
     table: str | None = None
-    combiner: Literal["sum", "mean"] = "sum"
+    combiner: Literal["sum", "mean", "first_n"] = "sum"
     max_length: Count | None = None
-
-
-class LogisticSettings(Section):
-    """One weight per id and per dense feature."""
-
-    kind: Literal["logistic"] = "logistic"
-
-
-class DeepSettings(Section):
-    """What models with dense layers share: hidden widths, dropout, batch normalisation."""
-
-    hidden: Layers = (128, 64)
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    batch_norm: bool = False
-
-
-class DeepFMSettings(DeepSettings):
-    """Factorization machine and a deep part over the same embeddings."""
-
-    kind: Literal["deepfm"] = "deepfm"
-
-
-class DlrmSettings(DeepSettings):
-    """Dots of embeddings and of a dense vector, which `bottom` makes; `hidden` are on top."""
-
-    kind: Literal["dlrm"] = "dlrm"
-    bottom: Layers = (64,)
-
-
-class DcnSettings(DeepSettings):
-    """Cross network (DCN-v2) next to a deep part; `low_rank` is (rank, experts) of a mixture."""
-
-    kind: Literal["dcn"] = "dcn"
-    cross_layers: Annotated[int, Field(gt=0, le=64)] = 3
-    low_rank: tuple[Width, Annotated[int, Field(gt=0, le=1024)]] | None = None
-
-
-ModelSettings = Annotated[
-    LogisticSettings | DeepFMSettings | DlrmSettings | DcnSettings, Field(discriminator="kind")
-]
 
 
 class DenseOptimizerSettings(Section):
@@ -754,9 +718,8 @@ class RunConfig(Section):
     data: DataSettings
     tables: dict[str, TableSettings] = Field(default_factory=dict)
     features: dict[str, FeatureSettings] = Field(default_factory=dict)
-    model: Annotated[ModelSettings, BeforeValidator(_by_kind)] = Field(
-        default_factory=DeepFMSettings
-    )
+    model: ModelRule = Field(default_factory=DeepFMSettings)
+    tasks: dict[str, TaskSettings] = Field(default_factory=dict)
     dense_optimizer: DenseOptimizerSettings = Field(default_factory=DenseOptimizerSettings)
     loss: Literal["log_loss"] = "log_loss"
     clip_norm: PositiveFloat | None = None

@@ -12,8 +12,8 @@ from shoal.data.features import IdFeature, Recipe, encode, model_inputs
 from shoal.data.kinds import cross
 from shoal.data.loader import Loader, Order, Pace, RankShare
 from shoal.data.quarantine import Quarantine
-from shoal.data.sources import CsvSource, ParquetSource, Source, Subset, split_by_time
-from shoal.data.synthetic import SyntheticClicks
+from shoal.data.sources import CsvSource, ParquetSource, Source, Subset, first_of, split_by_time
+from shoal.data.synthetic import SyntheticClicks, write_like
 
 __all__ = [
     "Batch",
@@ -34,8 +34,10 @@ __all__ = [
     "TensorSource",
     "cross",
     "encode",
+    "first_of",
     "flights",
     "model_inputs",
     "sequence_group",
     "split_by_time",
+    "write_like",
 ]

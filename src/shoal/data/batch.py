@@ -20,7 +20,8 @@ class Batch:
 
     Args:
         ids: F features over B examples.
-        labels: float32 [B], 0..1.
+        labels: float32 [B], 0..1; of several labels the first.
+        more_labels: float32 [B, T - 1], the others; None without any.
         dense: float32 [B, num_dense], or None when there are no dense columns.
         event_time_s: latest event time of the examples, whole seconds since 1970.
         weights: float32 [B], or None: every example weighs 1.
@@ -38,6 +39,13 @@ class Batch:
     times_B: Tensor | None = None
     groups_B: Tensor | None = None
     position: int = 0
+    more_labels: Tensor | None = None
+
+    @property
+    def labels_BT(self) -> Tensor:
+        """float32 [B, T]: all labels."""
+        first_B1 = self.labels.unsqueeze(1)
+        return first_B1 if self.more_labels is None else torch.cat([first_B1, self.more_labels], 1)
 
     @property
     def event_times_B(self) -> Tensor:
@@ -63,6 +71,7 @@ class Batch:
             self,
             ids=ids,
             labels=move(self.labels),
+            more_labels=None if self.more_labels is None else move(self.more_labels),
             dense=None if self.dense is None else move(self.dense),
             weights=None if self.weights is None else move(self.weights),
             times_B=None if self.times_B is None else move(self.times_B),
@@ -79,6 +88,7 @@ class TensorSource:
     Args:
         ids: feature name -> int64 [N], one id per example, or `Ragged` over N examples.
         labels: float [N], 0..1.
+        more_labels: float [N, T - 1], 0..1: others of each example, or None.
         dense: float [N, num_dense], finite, or None.
         times_s: int64 [N], event times in seconds, or None: all 0.
         groups: int64 [N], whom each belongs to, for metrics by group, or None.
@@ -101,10 +111,11 @@ class TensorSource:
         groups: Tensor | None = None,
         weights: Tensor | None = None,
         id_weights: Mapping[str, Tensor] | None = None,
+        more_labels: Tensor | None = None,
     ) -> None:
         size = labels.shape[0] if labels.ndim == 1 else -1
         others = {"times_s": times_s, "groups": groups, "weights": weights}
-        _check(ids, labels, size, {"dense": dense, **others})
+        _check(ids, labels, size, {"dense": dense, "more_labels": more_labels, **others})
         self._features = tuple(ids)
         self._ids = dict(ids)
         self._labels = labels.float()
@@ -114,7 +125,9 @@ class TensorSource:
         )
         self._groups = groups
         self._weights = None if weights is None else weights.float()
+        self._more_labels = None if more_labels is None else more_labels.float().contiguous()
         _check_values("labels", self._labels, low=0.0, high=1.0)
+        _check_values("more_labels", self._more_labels, low=0.0, high=1.0)
         _check_values("dense", self._dense)
         _check_values("weights", self._weights, low=0.0)
         self._id_weights = {name: own.float() for name, own in (id_weights or {}).items()}
@@ -167,11 +180,12 @@ class TensorSource:
                 torch.from_numpy(np.concatenate(weights)) if self._id_weights else None,
             ),
             labels=_rows_of(self._labels, rows),
-            dense=None if self._dense is None else _rows_of(self._dense, rows),
+            dense=_maybe_rows(self._dense, rows),
             event_time_s=int(times_B.max(initial=0)),
-            weights=None if self._weights is None else _rows_of(self._weights, rows),
+            weights=_maybe_rows(self._weights, rows),
             times_B=torch.from_numpy(times_B),
-            groups_B=None if self._groups is None else _rows_of(self._groups, rows),
+            groups_B=_maybe_rows(self._groups, rows),
+            more_labels=_maybe_rows(self._more_labels, rows),
         )
 
     def _weights_at(self, part: Ragged, at_N: _Array) -> _Array:
@@ -208,6 +222,7 @@ class TensorSource:
             groups=None if self._groups is None else self._groups[rows_M],
             weights=None if self._weights is None else self._weights[rows_M],
             id_weights=id_weights,
+            more_labels=None if self._more_labels is None else self._more_labels[rows_M],
         )
 
 
@@ -235,6 +250,7 @@ def join(parts: Sequence[TensorSource]) -> TensorSource:
         id_weights={
             name: torch.cat([part._id_weights[name] for part in parts]) for name in weighted
         },
+        more_labels=_maybe_cat([part._more_labels for part in parts]),
     )
 
 
@@ -267,6 +283,10 @@ def _places(part: Ragged, rows_B: _Array) -> tuple[_Array, _Array]:
 
 def _rows_of(tensor: Tensor, rows: _Array) -> Tensor:
     return torch.from_numpy(tensor.numpy()[rows])
+
+
+def _maybe_rows(tensor: Tensor | None, rows: _Array) -> Tensor | None:
+    return None if tensor is None else _rows_of(tensor, rows)
 
 
 def _appended(parts: Sequence[Tensor | Ragged]) -> Tensor | Ragged:
@@ -308,7 +328,7 @@ def _check(
     for name, tensor in more.items():
         if tensor is None:
             continue
-        dims = 2 if name == "dense" else 1
+        dims = 2 if name in ("dense", "more_labels") else 1
         if tensor.ndim != dims or tensor.shape[0] != size:
             raise _shape(name, tensor, f"[{size}]" if dims == 1 else f"[{size}, num_dense]")
     for name in ("times_s", "groups"):

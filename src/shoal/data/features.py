@@ -72,7 +72,7 @@ class Recipe:
 
     Args:
         ids: features whose ids are columns' values, in batch order.
-        label: a column of 0..1 or booleans; it is nothing else.
+        label: a column of 0..1 or booleans, or several; they are nothing else.
         dense: columns of finite numbers, in batch order.
         dense_fill: what a missing dense value (null or NaN) becomes; None refuses it.
         time: a timestamp column, or one of whole seconds since 1970.
@@ -86,7 +86,7 @@ class Recipe:
     """
 
     ids: tuple[IdFeature, ...]
-    label: str
+    label: str | tuple[str, ...]
     dense: tuple[str, ...] = ()
     dense_fill: float | None = None
     time: str | None = None
@@ -95,6 +95,8 @@ class Recipe:
     computed: FeatureSet = field(default_factory=lambda: FeatureSet(()))
 
     def __post_init__(self) -> None:
+        if not self.labels:
+            raise ConfigError("label", got="none", allowed="a column", remedy="Name one or more.")
         names = self.features
         if not names or len(set(names)) != len(names):
             remedy = "Name each id feature once."
@@ -112,9 +114,10 @@ class Recipe:
         single = [name for feature in self.ids if not feature.is_list for name in feature.columns]
         others = [*lists, *dict.fromkeys(single), *self.dense, self.time, self.weight, self.group]
         others += self.computed.columns
-        numbers = [*self.dense, self.label, self.time, self.weight, self.group]
+        numbers = [*self.dense, *self.labels, self.time, self.weight, self.group]
         for name, got, is_wrong in [
-            (self.label, "the label and something else", self.label in others),
+            *((name, "the label and something else", name in others) for name in self.labels),
+            *((name, "a label twice", self.labels.count(name) > 1) for name in self.labels),
             *((name, "dense twice", self.dense.count(name) > 1) for name in self.dense),
             *((name, "lists and single values", name in [*single, *numbers]) for name in lists),
         ]:
@@ -132,6 +135,11 @@ class Recipe:
         return (*(feature.name for feature in self.ids), *self.computed.names)
 
     @property
+    def labels(self) -> tuple[str, ...]:
+        """Columns of labels, one or more."""
+        return (self.label,) if isinstance(self.label, str) else self.label
+
+    @property
     def num_dense(self) -> int:
         """Dense columns of a batch."""
         return len(self.dense) + self.computed.num_dense
@@ -139,7 +147,7 @@ class Recipe:
     @property
     def columns(self) -> list[str]:
         """Every column that is read, each once."""
-        others = (self.label, self.time, self.weight, self.group)
+        others = (*self.labels, self.time, self.weight, self.group)
         return list(dict.fromkeys([*self.input_columns, *(n for n in others if n is not None)]))
 
     @property
@@ -178,14 +186,18 @@ def encode(
     recipe.check_columns(table.schema.names, where)
     rows = Rows(where, first_row, spelled)
     found = _evaluated(table, recipe, rows)
-    others = (recipe.label, recipe.time, recipe.weight, recipe.group)
+    others = (*recipe.labels, recipe.time, recipe.weight, recipe.group)
     there = {name: columns.decoded(table.column(name)) for name in others if name is not None}
     weights = None
     if recipe.weight is not None:
         weights = columns.numbers(there[recipe.weight], recipe.weight, rows, low=0.0)
+    first, *more = (
+        columns.numbers(there[name], name, rows, low=0.0, high=1.0) for name in recipe.labels
+    )
     return TensorSource(
         found.ids,
-        columns.numbers(there[recipe.label], recipe.label, rows, low=0.0, high=1.0),
+        first,
+        more_labels=torch.stack(more, dim=1) if more else None,
         dense=found.joined_dense(),
         times_s=None
         if recipe.time is None

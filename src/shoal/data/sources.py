@@ -91,6 +91,13 @@ class Subset:
         return self._source.take(self._rows_N[rows_B])
 
 
+def first_of(source: Source, count: int | None) -> Source:
+    """The first examples of a source; None: all."""
+    if count is None or count >= len(source):
+        return source
+    return Subset(source, torch.arange(count, device="cpu"))
+
+
 def split_by_time(source: Source, at_s: int) -> tuple[Subset, Subset]:
     """The examples before a time and those from it on, each in order of time.
 

@@ -1,25 +1,53 @@
-"""The common parts of all models: the widths of the inputs, and a stack of dense layers."""
+"""The common parts of all models: inputs and their widths, dense layers, and what a spec declares.
+
+A config names a spec by its kind and sets its fields; `build` makes the module of it.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import ConfigError, ShapeError
+from shoal.errors import ConfigError, ShapeError, unknown_name
+from shoal.models.tasks import Objective, Pointwise, Task
+
+BIAS, VEC = "bias", "vec"
+"""Segments of a row: one first-order weight, and the embedding."""
+_WIDTHS = (1, 1 << 16)
+_MOST = 64  # layers, or names
 
 
 class Inputs(NamedTuple):
     """Widths of a model's inputs; a plain (num_dense, num_features, dim) tuple works too.
 
     num_dense: dense features, 0 for none; num_features F: pooled embeddings of one example; dim
-    D: their width.
+    D: their width. Models that ask for features by name need more: names of the F features, of
+    the S sequences, whose rows are not pooled, the `length` L of each, and the labels that are
+    predicted.
     """
 
     num_dense: int
     num_features: int
     dim: int
+    names: tuple[str, ...] = ()
+    sequences: tuple[str, ...] = ()
+    length: int = 0
+    labels: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, num_dense: int, dim: int, features: Mapping[str, int], labels: tuple[str, ...]
+    ) -> Inputs:
+        """Of features by name: their lengths as sequences, 0 of those that are pooled."""
+        pooled = tuple(name for name, length in features.items() if not length)
+        sequences = tuple(name for name in features if name not in pooled)
+        length = max(features.values(), default=0)
+        return cls(num_dense, len(pooled), dim, pooled, sequences, length, labels)
 
     @property
     def width(self) -> int:
@@ -35,7 +63,7 @@ class Inputs(NamedTuple):
         if self.num_dense < 0 or self.num_features < 1 or self.dim < 1:
             raise ConfigError(
                 "(num_dense, num_features, dim)",
-                got=tuple(self),
+                got=tuple(self)[:3],
                 allowed="at least (0, 1, 1)",
                 remedy="Count the dense columns and the pooled embeddings of the data.",
             )
@@ -61,10 +89,25 @@ class Inputs(NamedTuple):
             got = tuple(first_order_BF.shape)
             raise _shape_error("first-order weights", got, f"[{batch}, F]")
 
+    def places(self, features: tuple[str, ...]) -> list[int]:
+        """Where features are among the F.
+
+        Raises:
+            UnknownName: one is none of them.
+        """
+        for name in features:
+            if name not in self.names:
+                remedy = "Name pooled features of the data."
+                raise unknown_name("feature of the model", name, self.names, remedy=remedy)
+        return [self.names.index(name) for name in features]
+
     def flatten(self, dense_B: Tensor | None, embeddings_BFD: Tensor) -> Tensor:
         """Dense features and embeddings, concatenated, [B, width]."""
         flat_BX = embeddings_BFD.flatten(1)
         return flat_BX if dense_B is None else torch.cat([dense_B, flat_BX], dim=1)
+
+
+Widths = Inputs | tuple[int, int, int]
 
 
 class MLP(nn.Sequential):
@@ -111,6 +154,83 @@ class MLP(nn.Sequential):
             self.append(_linear(width, out_features, "linear"))
             width = out_features
         self.out_features = width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """Settings of a model; the specs of models are its only subclasses.
+
+    Attributes:
+        kind: its name in configs.
+        segments: of a row that it reads: `BIAS` as first-order weights, the last one as embeddings.
+        takes_sequences: features with `combiner: first_n` are sequences to it; to other models
+            they are their rows' mean.
+        multi_task: it has an output for each label; other models predict the first.
+        limits: least and largest numbers of a field; without one those of a width.
+
+    Raises:
+        ConfigError: a number out of its limits.
+    """
+
+    kind: ClassVar[str]
+    segments: ClassVar[tuple[str, ...]] = (VEC,)
+    takes_sequences: ClassVar[bool] = False
+    multi_task: ClassVar[bool] = False
+    limits: ClassVar[Mapping[str, tuple[float, float]]] = {}
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            every = value if isinstance(value, tuple) else (value,)
+            numbers = [n for n in every if isinstance(n, int | float) and not isinstance(n, bool)]
+            low, high = self.limits.get(field.name, _WIDTHS)
+            if len(every) > _MOST or not all(low <= number <= high for number in numbers):
+                raise ConfigError(
+                    f"{field.name} of model {self.kind}",
+                    got=list(every) if isinstance(value, tuple) else value,
+                    allowed=f"{low:g}..{high:.7g}, at most {_MOST} of them",
+                    remedy="Change the setting.",
+                )
+
+    def build(self, inputs: Inputs) -> nn.Module:
+        """The module, whose inputs have these widths and names.
+
+        Raises:
+            UnknownName: a feature or label that the inputs do not have.
+            ConfigError: widths that do not fit.
+        """
+        raise NotImplementedError
+
+    def objective(self, tasks: tuple[Task, ...]) -> Objective:
+        """The loss of its outputs."""
+        return Pointwise(tasks)
+
+    @property
+    def id_feature(self) -> str | None:
+        """The feature whose ids [B] it reads in training."""
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deep(ModelSpec):
+    """What models with dense layers share.
+
+    hidden: widths of the hidden layers; dropout: share of them dropped in training; batch_norm:
+    normalise each.
+    """
+
+    hidden: tuple[int, ...] = (128, 64)
+    dropout: float = 0.0
+    batch_norm: bool = False
+    limits: ClassVar[Mapping[str, tuple[float, float]]] = {
+        "dropout": (0.0, math.nextafter(1.0, 0.0)),
+        "cross_layers": (0, 64),
+    }
+
+    @property
+    def layers(self) -> dict[str, Any]:
+        """`dropout` and `batch_norm`, as an `MLP` takes them."""
+        return {"dropout": self.dropout, "batch_norm": self.batch_norm}
 
 
 def _linear(in_features: int, out_features: int, then: str) -> nn.Linear:

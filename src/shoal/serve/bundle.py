@@ -107,7 +107,7 @@ def signature_of(
         inputs=as_served(served.inputs),
         outputs=as_served(served.outputs),
         dense_inputs=as_served(dense_inputs(parts, num_dense)),
-        dense_outputs=as_served([ServedTensor(LOGITS, "float32", (-1,))]),
+        dense_outputs=as_served([ServedTensor(LOGITS, "float32", served.outputs[0].shape)]),
         amp=amp,
     )
 

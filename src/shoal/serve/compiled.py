@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.serve.signature import ServedTensor, dense_example
+
 _log = logging.getLogger(__name__)
 
 _BATCHES = (1, 3, 64)  # that are compared
@@ -26,7 +28,7 @@ def cache_folder() -> Path:
 
 
 def compiled(
-    module: nn.Module, shapes: Sequence[tuple[int, ...] | None], folder: Path
+    module: nn.Module, inputs: Sequence[ServedTensor], folder: Path
 ) -> Callable[..., Tensor]:
     """A module for batches of any size, compiled; the module itself where that cannot be.
 
@@ -35,17 +37,17 @@ def compiled(
     processor.
 
     Args:
-        module: in eval mode, on the CPU, of float32 inputs.
-        shapes: of its inputs without the batch, in order; None of an input that is None.
+        module: in eval mode, on the CPU.
+        inputs: of it, in its order.
         folder: of this user alone, for what is in it is run.
     """
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, of its own parts
-            found = _loaded(module, shapes, folder)
+            found = _loaded(module, inputs, folder)
             for batch in _BATCHES:
-                inputs = _example(shapes, batch)
-                torch.testing.assert_close(found(*inputs), module(*inputs))
+                example = dense_example(inputs, batch)
+                torch.testing.assert_close(found(*example), module(*example))
     except Exception as error:  # noqa: BLE001  torch has many ways to refuse what a module does
         reason = f"{type(error).__name__}: {error}".strip()[:1000]
         _log.warning("the dense module is not compiled, and runs as it is: %s", reason)
@@ -54,13 +56,13 @@ def compiled(
 
 
 def _loaded(
-    module: nn.Module, shapes: Sequence[tuple[int, ...] | None], folder: Path
+    module: nn.Module, inputs: Sequence[ServedTensor], folder: Path
 ) -> Callable[..., Tensor]:
-    example = _example(shapes, 3)
+    example = dense_example(inputs, 3)
     batch = torch.export.Dim("batch")
     sizes = tuple(None if one is None else {0: batch} for one in example)
     program = torch.export.export(module, example, dynamic_shapes=sizes)
-    path = _private(folder) / f"dense-{_key(program, shapes)}.pt2"
+    path = _private(folder) / f"dense-{_key(program, inputs)}.pt2"
     if not path.exists():
         _compile(program, path)
     runner: Any = torch._inductor.aoti_load_package(str(path))
@@ -81,12 +83,12 @@ def _compile(program: torch.export.ExportedProgram, path: Path) -> None:
         os.replace(made, path)
 
 
-def _key(program: torch.export.ExportedProgram, shapes: Sequence[tuple[int, ...] | None]) -> str:
+def _key(program: torch.export.ExportedProgram, inputs: Sequence[ServedTensor]) -> str:
     weights = {name: (tuple(one.shape), one.dtype) for name, one in program.state_dict.items()}
     parts = (
         torch.__version__,
         torch.backends.cpu.get_cpu_capability(),
-        str(shapes),
+        str(inputs),
         str(weights),
         str(program.graph),
     )
@@ -99,11 +101,3 @@ def _private(folder: Path) -> Path:
     if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(f"{folder} can be written by others than this user")
     return folder
-
-
-def _example(shapes: Sequence[tuple[int, ...] | None], batch: int) -> tuple[Tensor | None, ...]:
-    generator = torch.Generator().manual_seed(batch)
-    return tuple(
-        None if shape is None else torch.randn(batch, *shape, generator=generator, device="cpu")
-        for shape in shapes
-    )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal import config as settings
 from shoal.checkpoint import Contents, load_share, read_manifest, save
@@ -33,7 +33,7 @@ from shoal.serve.bundle import (
     Signature,
     signature_of,
 )
-from shoal.serve.signature import DENSE
+from shoal.serve.signature import ServedTensor, dense_example
 from shoal.sync.checkpoints import load_module
 from shoal.sync.replica import serving_spec
 from shoal.table.factory import make_shard
@@ -208,13 +208,14 @@ def export_dense(module: nn.Module, signature: Signature, path: str | Path) -> s
     module.eval()
     try:
         batch = torch.export.Dim("batch")
-        example = dense_example(signature, 3)
+        wanted = [ServedTensor(one.name, one.dtype, one.shape) for one in signature.dense_inputs]
+        example = dense_example(wanted, 3)
         sizes = tuple(None if one is None else {0: batch} for one in example)
         program = torch.export.export(module, example, dynamic_shapes=sizes)
         torch.export.save(program, path)
         written = torch.export.load(path).module()
         for count in _COMPARED:
-            inputs = dense_example(signature, count)
+            inputs = dense_example(wanted, count)
             with torch.no_grad():
                 torch.testing.assert_close(written(*inputs), module(*inputs))
     except Exception as error:  # noqa: BLE001  torch has many ways to refuse what a module does
@@ -223,18 +224,6 @@ def export_dense(module: nn.Module, signature: Signature, path: str | Path) -> s
     finally:
         module.train(was_training)
     return None
-
-
-def dense_example(signature: Signature, batch: int) -> tuple[Tensor | None, ...]:
-    """Inputs of a dense module in its order: dense, embeddings, first-order; None for missing."""
-    generator = torch.Generator().manual_seed(batch)
-    shapes = {one.name: one.shape[1:] for one in signature.dense_inputs}
-    found: list[Tensor | None] = [
-        torch.randn(batch, *shape, generator=generator, device="cpu") for shape in shapes.values()
-    ]
-    if DENSE not in shapes:
-        found.insert(0, None)
-    return (*found, None)[:3]
 
 
 class _Writer:

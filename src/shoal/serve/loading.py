@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol, cast
 
@@ -16,9 +16,10 @@ from shoal.checkpoint import CheckpointStore
 from shoal.checkpoint.loading import load_share
 from shoal.comm.transport import Secret
 from shoal.config import RunConfig
-from shoal.config.build import EMBEDDINGS, FIRST_ORDER, ModelParts, build_parts, source_inputs
+from shoal.config.build import ModelParts, build_parts, source_inputs
 from shoal.errors import CheckpointError, ConfigError
 from shoal.exchange.local import Exchange
+from shoal.models.tasks import AMP_DTYPES
 from shoal.ps.server import spread_over
 from shoal.serve.bundle import SIGNATURE, open_bundle
 from shoal.serve.client import ReplicaSet, check_shares, find_in
@@ -26,7 +27,7 @@ from shoal.serve.compiled import cache_folder, compiled
 from shoal.serve.export import EXPORT
 from shoal.serve.model import DenseModel, LookupModel, Model, PredictModel
 from shoal.serve.rows import PooledRows, of_shard, of_shares
-from shoal.serve.signature import DENSE, ExampleReader, dense_inputs
+from shoal.serve.signature import ExampleReader, dense_inputs
 from shoal.sync.checkpoints import Only, load_module
 from shoal.sync.replica import Replica, serving_spec
 from shoal.table.cpu.shard import CpuShard
@@ -34,7 +35,6 @@ from shoal.table.hosting import HostedTables
 from shoal.table.spec import ServedDType, TableSpec
 from shoal.train import folder as folders
 from shoal.train.folder import RunFolder
-from shoal.train.learner import AMP_DTYPES
 
 Role = Literal["all", "entry", "ps", "dense"]
 _VERSION = re.compile(r"[0-9]{1,18}")
@@ -133,11 +133,9 @@ class _RunModel:
         inputs = dense_inputs(parts, num_dense)
         program: Callable[..., Tensor] = parts.module.eval()
         if self.share.compile:
-            shapes = {one.name: one.shape[1:] for one in inputs}
-            order = [shapes.get(one) for one in (DENSE, EMBEDDINGS, FIRST_ORDER)]
-            program = compiled(parts.module, order, cache_folder())
+            program = compiled(parts.module, inputs, cache_folder())
         if exchange is None:
-            return DenseModel(name, version, inputs, program, amp)
+            return DenseModel(name, version, inputs, len(parts.tasks), program, amp)
         reader = ExampleReader(parts, self.inputs.lists, num_dense)
         return PredictModel(name, version, reader, PooledRows(parts, specs, exchange), program, amp)
 
@@ -391,13 +389,7 @@ class FollowedSource:
             return LookupModel(self.name, version, served)
         module = copy.deepcopy(self._parts.module)
         module.load_state_dict(dict(served or {}))
-        parts = ModelParts(
-            name=self._parts.name,
-            tables=self._parts.tables,
-            features=self._parts.features,
-            layouts=self._parts.layouts,
-            module=module,
-        )
+        parts = replace(self._parts, module=module)
         return self._built.model(version, self.name, parts, specs, self._exchange)
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShapeError, unknown_name
+from shoal.models.tasks import outputs_of
 from shoal.serve.rows import PooledRows
 from shoal.serve.signature import (
     DENSE,
@@ -19,13 +20,12 @@ from shoal.serve.signature import (
     Examples,
     ModelSignature,
     ServedTensor,
-    as_floats,
     as_ids,
+    as_numbers,
     checked_size,
 )
 from shoal.serve.tensors import Array
 from shoal.table.shard import IdGroups, RowsById
-from shoal.train.learner import logits_of
 
 Outputs = dict[str, Array]
 
@@ -74,7 +74,7 @@ class PredictModel:
         name, version: of the model.
         reader: of its requests.
         rows: pooled rows of its features.
-        program: takes (dense, embeddings, first_order) to logits [B], in eval mode.
+        program: the dense module, in eval mode.
         amp: dtype of the program's products.
     """
 
@@ -100,8 +100,9 @@ class PredictModel:
         with torch.inference_mode():
             batch, dense_B = self.reader.join(requests)
             if not batch.batch_size:
-                return [{PREDICTION: np.empty(0, np.float32)} for _ in requests]
-            logits_B = logits_of(self._program, dense_B, self.rows(batch), self._amp)
+                shape = (0, *self.signature.outputs[0].shape[1:])
+                return [{PREDICTION: np.empty(shape, np.float32)} for _ in requests]
+            logits_B = outputs_of(self._program, dense_B, self.rows(batch), self._amp)
             found_B = logits_B.sigmoid().numpy()
         cuts = np.cumsum([one.size for one in requests[:-1]])
         return [{PREDICTION: part} for part in np.split(found_B, cuts)]
@@ -115,7 +116,7 @@ class PredictModel:
         return self.run([self.read(inputs)])[0]
 
 
-class _Floats:
+class _DenseInputs:
     """The inputs of a dense module, each [B, ...]."""
 
     __slots__ = ("arrays", "size")
@@ -130,6 +131,7 @@ class DenseModel:
     Args:
         name, version: of the model.
         inputs: of the module.
+        tasks: that it predicts.
         program, amp: as of `PredictModel`.
     """
 
@@ -138,33 +140,35 @@ class DenseModel:
         name: str,
         version: int,
         inputs: Sequence[ServedTensor],
+        tasks: int,
         program: Callable[..., Tensor],
         amp: torch.dtype = torch.float32,
     ) -> None:
         self.name, self.version, self.is_local = name, version, True
-        outputs = (ServedTensor(one, "float32", (-1,)) for one in (LOGITS, PREDICTION))
+        shape = (-1, tasks) if tasks > 1 else (-1,)
+        outputs = (ServedTensor(one, "float32", shape) for one in (LOGITS, PREDICTION))
         self.signature = ModelSignature(tuple(inputs), tuple(outputs))
         self._program, self._amp = program, amp
 
-    def read(self, inputs: Mapping[str, Array]) -> _Floats:
+    def read(self, inputs: Mapping[str, Array]) -> _DenseInputs:
         """The inputs of a request."""
-        known = {one.name: one.shape[1:] for one in self.signature.inputs}
+        known = {one.name: one for one in self.signature.inputs}
         for name in inputs:
             if name not in known:
                 raise unknown_name("input of the model", name, known)
         sizes = [len(one) for one in inputs.values() if one.ndim]
         size = checked_size(sizes[0] if sizes else 0)
-        shapes = {name: (size, *shape) for name, shape in known.items()}
-        return _Floats(size, {k: as_floats(k, inputs.get(k), one) for k, one in shapes.items()})
+        arrays = {k: as_numbers(inputs.get(k), one, size) for k, one in known.items()}
+        return _DenseInputs(size, arrays)
 
-    def run(self, requests: Sequence[_Floats]) -> list[Outputs]:
+    def run(self, requests: Sequence[_DenseInputs]) -> list[Outputs]:
         """Logits and probabilities of each request's examples."""
         with torch.inference_mode():
             joined = {
                 one.name: torch.from_numpy(np.concatenate([r.arrays[one.name] for r in requests]))
                 for one in self.signature.inputs
             }
-            logits_B = logits_of(self._program, joined.pop(DENSE, None), joined, self._amp)
+            logits_B = outputs_of(self._program, joined.pop(DENSE, None), joined, self._amp)
             found = {LOGITS: logits_B.numpy(), PREDICTION: logits_B.sigmoid().numpy()}
         cuts = np.cumsum([one.size for one in requests[:-1]])
         parts = {name: np.split(one, cuts) for name, one in found.items()}

@@ -13,6 +13,7 @@ from shoal.embedding.collection import Requests
 from shoal.embedding.layouts import compile_layouts
 from shoal.exchange.local import Exchange, LocalExchange
 from shoal.exchange.partition import SendPlan, compile_send_plan
+from shoal.models.tasks import inputs_of_ids
 from shoal.ps.calls import Answer, ServerShare, cat
 from shoal.ps.client import ServerExchange
 from shoal.ps.messages import REALS
@@ -47,13 +48,14 @@ class PooledRows:
             [numbers[one.table] for one in parts.features], dtype=torch.int32, device="cpu"
         )
         self._requests = Requests(parts.features, tables_G, self._compiled.plan, _CPU)
-        self._exchange = exchange
+        self._exchange, self._sequences = exchange, parts.inputs.sequences
         self.is_local = isinstance(exchange, LocalExchange)
 
     def __call__(self, batch: KeyedRagged) -> dict[str, Tensor]:
         """Model inputs [B, ...] by name."""
         request = self._requests.of(batch)
-        return self._compiled.inputs(self._exchange.read(request), request.ordered)
+        found = self._compiled.inputs(self._exchange.read(request), request.ordered)
+        return found | inputs_of_ids(batch, self._sequences, None)
 
 
 def of_shard(shard: Shard) -> Exchange:

@@ -4,21 +4,22 @@ An id feature is one input of its name: [B] or [B, 1], one id an example; a feat
 [B, L], and an input `<name>_lengths` [B] says how many of an example's L ids count (all of them
 without it); or the ids of all examples one after another, [N], with their lengths. Ids are
 integers, or texts, which become ids as in training. Every int64 is a legal id, so that no value
-could stand for padding. Dense columns are one input, "dense" [B, n]. The dense module alone takes
-pooled rows in place of ids.
+could stand for padding. Dense columns are one input, "dense" [B, n]. A model of several tasks
+returns probabilities [B, T]. The dense module alone takes pooled rows in place of ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from shoal.config.build import EMBEDDINGS, FIRST_ORDER, ModelParts
+from shoal.config.build import ModelParts
 from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, unknown_name
 from shoal.ids import ids_of_text
+from shoal.models import tasks
 from shoal.ragged import KeyedRagged
 from shoal.serve.tensors import Array
 
@@ -56,13 +57,35 @@ class Examples:
 
 
 def dense_inputs(parts: ModelParts, num_dense: int) -> tuple[ServedTensor, ...]:
-    """What a model's dense module takes, in its order: dense columns and pooled rows."""
-    count, dim = len(parts.features), parts.tables[0].segments[-1].dim
+    """What a model's dense module takes, in its order: dense columns, pooled rows, sequences."""
+    own, many = parts.inputs, len(parts.inputs.sequences)
     shapes: dict[str, tuple[int, ...]] = {DENSE: (num_dense,)} if num_dense else {}
-    shapes[EMBEDDINGS] = count, dim
-    if any(layout.name == FIRST_ORDER for layout in parts.layouts):
-        shapes[FIRST_ORDER] = (count,)
-    return tuple(ServedTensor(name, "float32", (-1, *shape)) for name, shape in shapes.items())
+    shapes[tasks.EMBEDDINGS] = own.num_features, own.dim
+    if any(layout.name == tasks.FIRST_ORDER for layout in parts.layouts):
+        shapes[tasks.FIRST_ORDER] = (own.num_features,)
+    if many:
+        shapes[tasks.SEQUENCES] = many, own.length, own.dim
+    found = [ServedTensor(name, "float32", (-1, *shape)) for name, shape in shapes.items()]
+    return (*found, *([ServedTensor(tasks.LENGTHS, "int64", (-1, many))] if many else ()))
+
+
+def dense_example(inputs: Iterable[ServedTensor], batch: int) -> tuple[torch.Tensor | None, ...]:
+    """Values for a dense module's inputs, in its order; None for dense or first-order ones it
+    lacks."""
+    generator = torch.Generator().manual_seed(batch)
+    given: dict[str, torch.Tensor | None] = dict.fromkeys(
+        (DENSE, tasks.EMBEDDINGS, tasks.FIRST_ORDER)
+    )
+    longest = 0
+    for one in inputs:
+        shape = (batch, *one.shape[1:])
+        longest = shape[2] if one.name == tasks.SEQUENCES else longest
+        if one.dtype == "int64":
+            made = torch.randint(longest + 1, shape, generator=generator, device="cpu")
+        else:
+            made = torch.randn(shape, generator=generator, device="cpu")
+        given[one.name] = made
+    return tuple(given.values())
 
 
 class ExampleReader:
@@ -102,7 +125,8 @@ class ExampleReader:
                 remedy="Rename the feature.",
             )
         self._names = frozenset(names)
-        outputs = (ServedTensor(PREDICTION, "float32", (-1,)),)
+        many = (len(parts.tasks),) if len(parts.tasks) > 1 else ()
+        outputs = (ServedTensor(PREDICTION, "float32", (-1, *many)),)
         self.signature = ModelSignature(tuple(inputs), outputs)
 
     def read(self, inputs: Mapping[str, Array]) -> Examples:
@@ -189,28 +213,32 @@ class ExampleReader:
     def _dense(self, inputs: Mapping[str, Array], size: int) -> Array | None:
         if not self._num_dense:
             return None
-        return as_floats(DENSE, inputs.get(DENSE), (size, self._num_dense))
+        wanted = ServedTensor(DENSE, "float32", (-1, self._num_dense))
+        return as_numbers(inputs.get(DENSE), wanted, size)
 
 
-def as_floats(name: str, given: Array | None, shape: tuple[int, ...]) -> Array:
-    """Finite numbers of an input as float32.
+def as_numbers(given: Array | None, wanted: ServedTensor, size: int) -> Array:
+    """An input of `size` examples in its dtype: finite floats, or whole numbers of 0 or more.
 
     Raises:
         ShapeError: another shape, or none given.
-        InputError: no numbers, or not finite.
+        InputError: other numbers, or none.
     """
+    name, shape = wanted.name, (size, *wanted.shape[1:])
     if given is None or given.shape != shape:
         raise _shape(name, given, str(list(shape)))
-    if given.dtype.kind not in "fiu":
+    whole = wanted.dtype == "int64"
+    if given.dtype.kind not in ("iu" if whole else "fiu"):
+        what = "whole" if whole else "floating"
         raise DTypeError(
-            f"dtype of input {name!r}", given.dtype, "numbers", "Send floating numbers."
+            f"dtype of input {name!r}", given.dtype, "numbers", f"Send {what} numbers."
         )
     with np.errstate(over="ignore"):  # what is too large is infinite
-        floats = np.ascontiguousarray(given, dtype=np.float32)
-    if not np.isfinite(floats).all():
+        numbers = np.ascontiguousarray(given, dtype=wanted.dtype)
+    if not np.isfinite(numbers).all():
         remedy = "Send what stands for a missing value in training."
         raise InputError(f"input {name!r}", "NaN or infinity", "finite numbers", remedy)
-    return floats
+    return numbers
 
 
 def as_ids(name: str, given: Array) -> Array:

@@ -97,7 +97,7 @@ def load_checkpoint(
 
 
 def load_module(url: str, name: str, module: nn.Module) -> None:
-    """Load a dense module's weights alone.
+    """Load a dense module's weights alone, or their moving average where a run kept one.
 
     Args:
         url: folder of a checkpoint.

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.checkpoint import Contents
 from shoal.comm.collectives import Collectives
 from shoal.comm.transport import Secret
-from shoal.config.build import EMBEDDINGS, FIRST_ORDER, ModelParts, build_host_rows
+from shoal.config.build import ModelParts, build_host_rows
 from shoal.config.tree import DenseOptimizerSettings, RunConfig
 from shoal.data import Batch
 from shoal.discovery import Discovery
@@ -25,6 +24,8 @@ from shoal.distributed.batch_norm import normalise_over_ranks
 from shoal.embedding.collection import EmbeddingCollection
 from shoal.errors import ConfigError
 from shoal.exchange.wire import Wire
+from shoal.models import Predicted
+from shoal.models.tasks import AMP_DTYPES, inputs_of_ids, outputs_of
 from shoal.optim import JointOptimizer, ParameterAverage, SparseOptimizer, clip_grad_norm_
 from shoal.planner import Plan
 from shoal.ps.averaging import DenseAverage, average_of
@@ -43,43 +44,33 @@ _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,
 }
-AMP_DTYPES = {"none": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def logits_of(
-    module: Callable[..., Tensor],
-    dense_B: Tensor | None,
-    rows: Mapping[str, Tensor],
-    dtype: torch.dtype,
-    device_type: str = "cpu",
-) -> Tensor:
-    """Logits float32 [B] of a dense module, over dense columns and pooled rows by model input.
-
-    dtype: of its products (`AMP_DTYPES`).
-    """
-    # Rows of float64 tables, too: dense weights are float32.
-    inputs = {name: one.float() for name, one in rows.items()}
-    with torch.autocast(device_type, dtype=dtype, enabled=dtype != torch.float32):
-        logits_B = module(dense_B, inputs[EMBEDDINGS], inputs.get(FIRST_ORDER))
-    return logits_B.float()
 
 
 class Scorer(nn.Module):
-    """Batch -> logits float32 [B]: the lookup, then the dense module in the run's precision."""
+    """Batch -> float32 outputs: the lookup, then the dense module in the run's precision."""
 
-    def __init__(self, tables: EmbeddingCollection, module: nn.Module, config: RunConfig) -> None:
+    def __init__(
+        self,
+        tables: EmbeddingCollection,
+        module: nn.Module,
+        parts: ModelParts,
+        config: RunConfig,
+    ) -> None:
         super().__init__()
         self.tables = tables
         self.module = module
+        self._sequences, self._id_feature = parts.inputs.sequences, parts.spec.id_feature
         self._device_type = torch.device(config.device).type
         self._dtype = AMP_DTYPES[config.amp]
         self._split = config.distributed.dense == "fsdp2"
 
     def forward(self, batch: Batch) -> Tensor:
         rows = self.tables(batch.ids, event_time_s=batch.event_time_s)
-        logits_B = logits_of(self.module, batch.dense, rows, self._dtype, self._device_type)
+        id_feature = self._id_feature if self.training else None
+        rows |= inputs_of_ids(batch.ids, self._sequences, id_feature)
+        outputs = outputs_of(self.module, batch.dense, rows, self._dtype, self._device_type)
         # FSDP2 hangs a hook on what comes out, which a change of a view in place would drop.
-        return logits_B.clone() if self._split else logits_B
+        return outputs.clone() if self._split else outputs
 
 
 class Learner:
@@ -95,7 +86,8 @@ class Learner:
         rate_of: what becomes of the learning rates of tables and of dense weights.
 
     Attributes:
-        model: Batch -> logits; a `DistributedModelParallel` over several ranks.
+        model: Batch -> outputs; a `DistributedModelParallel` over several ranks.
+        predicted: what it predicts.
         optimizer: of the dense module.
         joint: steps rows and dense weights.
         served: its rows are on parameter servers, which save them.
@@ -113,6 +105,8 @@ class Learner:
         rate_of: Callable[[float | Schedule], float | Schedule] = lambda rate: rate,
     ) -> None:
         self.name = name
+        self.predicted = Predicted(name, parts.tasks)
+        self._objective = parts.spec.objective(parts.tasks)
         self.tables = EmbeddingCollection(
             parts.tables,
             parts.features,
@@ -138,7 +132,7 @@ class Learner:
         self._moments: Collectives | None = None
         placed_here = ranks.mesh is not None and not self.served
         self.plan = planned(config, parts, ranks, previous) if placed_here else None
-        self.model: nn.Module = self._spread(config, ranks)
+        self.model: nn.Module = self._spread(parts, config, ranks)
         self.optimizer = _dense_optimizer(self.module, self._dense_settings)
         rates = {
             (spec.name, part.name): part.optimizer.lr
@@ -199,9 +193,9 @@ class Learner:
         """What lookups of parameter servers lacked; None without them."""
         return None if self._servers is None else self._servers.staleness
 
-    def _spread(self, config: RunConfig, ranks: Ranks) -> nn.Module:
+    def _spread(self, parts: ModelParts, config: RunConfig, ranks: Ranks) -> nn.Module:
         if ranks.mesh is None:
-            return Scorer(self.tables, self.module, config)
+            return Scorer(self.tables, self.module, parts, config)
         mesh, settings = ranks.mesh, config.distributed
         path = "auto" if settings.path == "ps" else settings.path
         if settings.dense == "fsdp2" and config.dense_optimizer.ema is not None:
@@ -219,7 +213,7 @@ class Learner:
             self._moments = mesh.collectives(f"batch normalisation of {self.name}", path=path)
             self.module = normalise_over_ranks(self.module, self._moments)
         return DistributedModelParallel(
-            Scorer(self.tables, self.module, config),
+            Scorer(self.tables, self.module, parts, config),
             None
             if self.served
             else self.plan or settled_placement(config, tuple(self.tables.tables.values()), mesh),
@@ -237,31 +231,34 @@ class Learner:
         For one rank; several go through `shoal.train.loop`.
 
         Returns:
-            the logits [B] of each batch, as they were before the step; detached, on the run's
-            device, which is not waited for.
+            the logits [B] (or [B, T]) of each batch, as they were before the step; detached, on
+            the run's device, which is not waited for.
         """
         self.model.train()
         # Of a window that weighs nothing the loss is 0, and so are gradients.
         total = sum(window_weight(batch) for batch in window) or 1.0
         seen: list[Tensor] = []
         for batch in map(self._moved, window):
-            logits_B = self.model(batch)
-            loss = self.scaled(_loss_sum(logits_B, batch) / total)
+            outputs = self.model(batch)
+            loss = self.scaled(self._loss_sum(outputs, batch) / total)
             # In this thread: a GPU's backward thread costs the host more than what it launches.
             with torch.autograd.set_multithreading_enabled(False):
                 loss.backward()  # type: ignore[no-untyped-call]
-            seen.append(logits_B.detach())
+            seen.append(self._objective.logits(outputs.detach()))
         self.apply()
         return seen
 
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(mean loss of a batch, times the loss scale; logits [B]); 0 for a batch of no weight."""
-        logits_B = self.model(batch)
+        """(mean loss of a batch, times the loss scale; logits); 0 for a batch of no weight."""
+        outputs = self.model(batch)
         if batch.weights is None:
-            mean = _loss_sum(logits_B, batch) / max(batch.labels.numel(), 1)
+            mean = self._loss_sum(outputs, batch) / max(batch.labels.numel(), 1)
         else:
-            mean = _loss_sum(logits_B, batch) / batch.weights.sum().clamp_min(1e-30)
-        return self.scaled(mean), logits_B
+            mean = self._loss_sum(outputs, batch) / batch.weights.sum().clamp_min(1e-30)
+        return self.scaled(mean), self._objective.logits(outputs)
+
+    def _loss_sum(self, outputs: Tensor, batch: Batch) -> Tensor:
+        return self._objective.loss_sum(outputs, batch.labels_BT, batch.weights)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """A loss as backward takes it under mixed precision."""
@@ -269,11 +266,10 @@ class Learner:
         return scaled
 
     def predict(self, batch: Batch) -> Tensor:
-        """Probabilities [B], float32, on the run's device; nothing is inserted."""
+        """Probabilities [B] or [B, T], float32, on the run's device; nothing is inserted."""
         self.model.eval()
         with torch.inference_mode():
-            logits_B: Tensor = self.model(self._moved(batch))
-            return logits_B.sigmoid()
+            return self._objective.logits(self.model(self._moved(batch))).sigmoid()
 
     def state(self) -> dict[str, Any]:
         """What training continues from, next to rows, dense weights and the dense optimizer."""
@@ -395,12 +391,6 @@ def _connected(specs: Sequence[TableSpec], config: RunConfig) -> tuple[Discovery
 def window_weight(batch: Batch) -> float:
     """What a batch weighs in a loss: its examples, or the sum of their weights."""
     return float(batch.labels.numel() if batch.weights is None else batch.weights.sum())
-
-
-def _loss_sum(logits_B: Tensor, batch: Batch) -> Tensor:
-    return binary_cross_entropy_with_logits(
-        logits_B, batch.labels, weight=batch.weights, reduction="sum"
-    )
 
 
 def _dense_optimizer(module: nn.Module, settings: DenseOptimizerSettings) -> torch.optim.Optimizer:

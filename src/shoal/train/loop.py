@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shoal.data import Batch
 from shoal.errors import DataError
 from shoal.metrics import BinaryMetrics, BinaryResult
+from shoal.models.tasks import split_all
 from shoal.pipeline import create_train_pipeline
 from shoal.table.hosting import HostedTables, hosted_spec
 from shoal.telemetry import ProgressLine, ProgressState, ScalarSink
@@ -228,10 +229,11 @@ def train(
         scalars = recorder.point(rows, row_bytes, observer.scalars())
         sink.write(run_state.steps, observer.completed(scalars))
 
+    predicted = [one.predicted for one in run_state.learners]
     run_state.started()
     with progress, observer, closing(windows):
         for trained in windows:
-            recorder.add(trained.window, trained.logits)
+            recorder.add(trained.window, split_all(predicted, trained.logits))
             observer.stepped()
             run_state.position = trained.window[-1].position
             done = run_state.position if ranks.many else recorder.examples
@@ -261,22 +263,25 @@ def train(
 def evaluate_all(
     learners: Sequence[Learner], batches: Iterable[Batch], progress: ProgressLine, ranks: Ranks
 ) -> dict[str, BinaryResult]:
-    """Evaluate all learners on the same batches, by name; nothing is inserted or changed.
+    """Evaluate all learners on the same batches, by output; nothing is inserted or changed.
 
     Over several ranks each evaluates its shares; the figures are those of all examples, exactly.
 
     Raises:
         DataError: no batches.
     """
-    metrics = {one.name: BinaryMetrics(bins=CALIBRATION_BINS) for one in learners}
+    predicted = [one.predicted for one in learners]
+    columns = {name: column for one in predicted for name, column in one.columns.items()}
+    metrics = {name: BinaryMetrics(bins=CALIBRATION_BINS) for name in columns}
     examples = done = 0
     with progress, ExitStack() as held:
         for one in learners:
             held.enter_context(one.averaged())
         for batch in batches:
-            for one in learners:
-                found_B = one.predict(batch)
-                metrics[one.name].update(found_B, batch.labels, batch.weights, batch.groups_B)
+            found = {one.name: [one.predict(batch)] for one in learners}
+            for name, (own_B,) in split_all(predicted, found).items():
+                labels_B = batch.labels_BT[:, columns[name]]
+                metrics[name].update(own_B, labels_B, batch.weights, batch.groups_B)
             examples += batch.labels.numel()
             done = batch.position if ranks.many else examples
             if ranks.leads and progress.due():
@@ -296,6 +301,7 @@ def evaluate_all(
 def _progress_state(run_state: RunState, examples: int, saving: str | None = None) -> ProgressState:
     recorder, main = run_state.recorder, run_state.learners[0]
     loss, auc = recorder.figures()
+    shown = next(iter(main.predicted.columns))
     if run_state.ranks.many:  # those of the last point: asking the others takes all of them
         ids, row_bytes = recorder.total_ids, recorder.row_bytes
         rows = sum(counts[-1] for counts in recorder.curves.rows.values() if counts)
@@ -304,8 +310,8 @@ def _progress_state(run_state: RunState, examples: int, saving: str | None = Non
     return ProgressState(
         examples=examples,
         ids=ids,
-        loss=loss[main.name] if math.isfinite(loss[main.name]) else None,
-        auc=auc[main.name],
+        loss=loss[shown] if math.isfinite(loss[shown]) else None,
+        auc=auc[shown],
         rows=rows,
         row_bytes=row_bytes,
         saving=saving,

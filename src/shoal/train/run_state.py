@@ -39,7 +39,8 @@ class RunState:
         self.stride = self.next_point = stride
         self._seed = seed
         self._began_s: float | None = None
-        self.recorder = Recorder([learner.name for learner in learners], ranks)
+        outputs = [item for learner in learners for item in learner.predicted.columns.items()]
+        self.recorder = Recorder(dict(outputs), ranks)
         self.position = 0
         self.course: dict[str, Any] = {}
         self.evict_due_s: int | None = None

@@ -21,11 +21,11 @@ from shoal.checkpoint.table_match import LoadOptions
 from shoal.comm.launch import early_control
 from shoal.comm.launch_environment import attempt
 from shoal.config import RunConfig, as_first_rank, require_same
-from shoal.config.build import AnyModel, RunData, build_parts, open_data
-from shoal.config.tree import LogisticSettings
+from shoal.config.build import RunData, build_parts, open_data
 from shoal.data import Batch
 from shoal.errors import ConfigError, DataError
 from shoal.metrics import BinaryResult
+from shoal.models import LogisticSettings, ModelSpec
 from shoal.pipeline import RunHook
 from shoal.planner import Plan
 from shoal.planner.report import limiting
@@ -77,11 +77,6 @@ def old_objects_set_aside() -> Iterator[None]:
         gc.unfreeze()
 
 
-SCHEMA = pa.schema(
-    [("prediction", pa.float32()), ("label", pa.float32()), ("event_time_s", pa.int64())]
-)
-
-
 def write_predictions(
     path: Path,
     learner: Learner,
@@ -90,6 +85,8 @@ def write_predictions(
     ranks: Ranks = ALONE,
 ) -> int:
     """Write one row an example, in the order of the batches; returns how many.
+
+    Columns are prediction, label and event_time_s; of several tasks prediction_TASK, label_TASK.
 
     The file appears under its name when it is whole. Over several ranks rank 0 writes, batch by
     batch, what all have predicted of their shares.
@@ -103,9 +100,13 @@ def write_predictions(
         return 0
     partial, examples = Path(f"{path}.partial"), 0
     try:
-        with progress, pq.ParquetWriter(partial, SCHEMA, compression="zstd") as writer:
+        with progress, ExitStack() as held:
+            writer = None
             for batch in batches:
                 mine = _rows(learner, batch)
+                if writer is None:
+                    made = pq.ParquetWriter(partial, mine.schema, compression="zstd")
+                    writer = held.enter_context(made)
                 every = [mine]
                 if ranks.many:
                     every = ranks.gathered(mine, what="predictions of a batch")
@@ -130,13 +131,9 @@ def write_predictions(
 
 
 def _rows(learner: Learner, batch: Batch) -> pa.RecordBatch:
-    columns = (
-        learner.predict(batch).cpu().numpy(),
-        batch.labels.float().cpu().numpy(),
-        batch.event_times_B.cpu().numpy(),
-    )
-    arrays = [pa.array(column, field.type) for column, field in zip(columns, SCHEMA, strict=True)]
-    return pa.record_batch(arrays, schema=SCHEMA)
+    columns = learner.predicted.table(learner.predict(batch).cpu(), batch.labels_BT.cpu())
+    columns["event_time_s"] = batch.event_times_B.cpu()
+    return pa.record_batch({name: pa.array(one_B.numpy()) for name, one_B in columns.items()})
 
 
 Metrics = Mapping[str, Mapping[str, float]]
@@ -193,7 +190,7 @@ def _open(
     if config.tf32 is not None:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
     data = open_data(config, ranks.share)
-    models: dict[str, AnyModel] = {config.model.kind: config.model}
+    models: dict[str, ModelSpec] = {config.model.kind: config.model}
     if LOGISTIC in config.baselines:
         models.setdefault(LOGISTIC, LogisticSettings())
     every = {

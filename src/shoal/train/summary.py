@@ -38,7 +38,9 @@ class Curves:
 
 
 class Recorder:
-    """Gathers logits of named models batch by batch; `point` turns them into figures.
+    """Gathers logits of named outputs batch by batch; `point` turns them into figures.
+
+    An output's label is the first one, or that of the column which `names` maps it to.
 
     Over several ranks a point is a collective call, the only one: what happened on all ranks is
     added up there, and figures between points are those of the last.
@@ -48,7 +50,8 @@ class Recorder:
         total_examples, total_ids, row_bytes: over all ranks, at the last point.
     """
 
-    def __init__(self, names: Sequence[str], ranks: Ranks = ALONE) -> None:
+    def __init__(self, names: Sequence[str] | Mapping[str, int], ranks: Ranks = ALONE) -> None:
+        self._columns = dict(names if isinstance(names, Mapping) else dict.fromkeys(names, 0))
         self.curves = Curves()
         self._ranks = ranks
         self._pending: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -72,7 +75,7 @@ class Recorder:
         for name, per_batch in logits.items():
             self._pending[name] += per_batch
         for batch in window:
-            self._labels.append(batch.labels)
+            self._labels.append(batch.labels_BT)
             self._weights.append(batch.weights)
             self._waiting += batch.labels.numel()
             self.examples += batch.labels.numel()
@@ -99,10 +102,11 @@ class Recorder:
             self._loss = {name: total / weight_sum for name, total in loss_sum.items()}
 
     def _drain(self) -> None:
-        labels_B = _together(self._labels)
+        labels_BT = _together(self._labels)
         weights_B = _joined(self._labels, self._weights)
-        weight = float(labels_B.numel() if weights_B is None else weights_B.sum())
+        weight = float(len(labels_BT) if weights_B is None else weights_B.sum())
         for name, logits in self._pending.items():
+            labels_B = labels_BT[:, self._columns[name]]
             probabilities_B = _together(logits).sigmoid()
             logits.clear()
             if not probabilities_B.numel():  # this rank's shares were empty
@@ -161,7 +165,7 @@ class Recorder:
         )
         summed = self._ranks.total(torch.cat([numbers, self._sums()]), what="metrics of a point")
         (all_bytes, *found), sums = summed[: len(numbers)].tolist(), summed[len(numbers) :]
-        every = Recorder(list(self._metrics))
+        every = Recorder(self._columns)
         every._set_sums(sums)
         self.total_examples, self.total_ids = every.examples, every.ids
         self.row_bytes, self._shown = int(all_bytes), every._metrics
@@ -216,8 +220,10 @@ class Recorder:
         if own is not None and own["labels"].numel():
             for name, logits in own["pending"].items():
                 self._pending[name] = [logits]
-            self._labels, self._weights = [own["labels"]], [own["weights"]]
-            self._waiting = own["labels"].numel()
+            labels = own["labels"]
+            # Before there were several labels they were [N].
+            self._labels = [labels if labels.ndim == 2 else labels.unsqueeze(1)]
+            self._weights, self._waiting = [own["weights"]], len(labels)
 
     def _sums(self) -> Tensor:
         """float64: examples, ids, weight, the loss sums, then the totals of each metric."""
@@ -236,7 +242,7 @@ class Recorder:
 
     def _settled(self) -> Recorder:
         """A copy that has made all sums."""
-        copy = Recorder(list(self._metrics), self._ranks)
+        copy = Recorder(self._columns, self._ranks)
         copy._set_sums(self._sums())
         copy._loss = dict(self._loss)
         if self._labels:
@@ -262,7 +268,7 @@ def _joined(labels: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Tenso
     if all(weight is None for weight in weights):
         return None
     pairs = zip(labels, weights, strict=True)
-    return _together([torch.ones_like(y) if w is None else w for y, w in pairs])
+    return _together([torch.ones_like(y[:, 0]) if w is None else w for y, w in pairs])
 
 
 BASE_RATE = "base_rate"

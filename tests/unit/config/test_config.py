@@ -9,9 +9,10 @@ from pydantic import ValidationError
 from shoal import config
 from shoal.comm.collectives import LocalCollectives
 from shoal.config import tree
-from shoal.config.build import EMBEDDINGS, FIRST_ORDER, build_parts
+from shoal.config.build import build_parts
 from shoal.config.tree import Section
 from shoal.errors import ConfigError, UnknownName
+from shoal.models.tasks import EMBEDDINGS, FIRST_ORDER
 from shoal.rules import initializers, optimizers, schedules
 from shoal.rules.admission import Admission
 from shoal.rules.expiry import Expiry
@@ -105,7 +106,7 @@ def test_default_table_spreads_over_named_ones():
     ("overrides", "kind", "parts"),
     [
         (["optimiser=1"], UnknownName, ["'optimiser'", "dense_optimizer"]),
-        (["model.hiden=[1]"], UnknownName, ["'model.hiden'", "model.hidden"]),
+        (["model.hiden=[1]"], UnknownName, ["model: ", "'hiden'", "hidden"]),
         (["data.batchsize=1"], UnknownName, ["'data.batchsize'", "data.batch_size"]),
         (["features.history.combner=sum"], UnknownName, ["features.history.combiner"]),
         (["data.source.path=x"], UnknownName, ["'data.source.path'"]),
@@ -113,7 +114,7 @@ def test_default_table_spreads_over_named_ones():
         (["tables.default.optimizer.kind=adagrab"], UnknownName, ["tables.default", "adagrad"]),
         (["tables.default.optimizer.lrr=1"], UnknownName, ["tables.default.optimizer", "lr"]),
         (["data.source=flight"], UnknownName, ["data.source", "flights"]),
-        (["model={kind: deepfn}"], UnknownName, ["kind of model", "deepfm"]),
+        (["model={kind: deepfn}"], UnknownName, ["model kind", "deepfm"]),
         (["data.batch_size=0"], ConfigError, ["data.batch_size", "got 0", "greater than 0"]),
         (["amp=float99"], ConfigError, ["amp", "'float99'", "'bfloat16'"]),
         (["~data.source"], ConfigError, ["data.source", "got nothing"]),
@@ -246,7 +247,15 @@ def test_deepfm_gets_a_bias_and_a_vector_per_table():
 
 @pytest.mark.parametrize(
     ("model", "segments"),
-    [("logistic", ["bias"]), ("dlrm", ["vec"]), ("dcn", ["vec"]), ("deepfm", ["bias", "vec"])],
+    [
+        ("logistic", ["bias"]),
+        ("fm", ["bias", "vec"]),
+        ("dlrm", ["vec"]),
+        ("dcn", ["vec"]),
+        ("mmoe", ["vec"]),
+        ("deepfm", ["bias", "vec"]),
+        ("wide_and_deep", ["bias", "vec"]),
+    ],
 )
 def test_models_ask_for_the_segments_they_read(model: str, segments: list[str]):
     run = settings(model=model)

@@ -17,6 +17,7 @@ from shoal.models import (
     DeepFM,
     Inputs,
     LogisticRegression,
+    LowRankCrossNetwork,
     dot_interaction,
     fm_second_order,
 )
@@ -26,9 +27,15 @@ B, DENSE, F, D = 5, 3, 4, 6
 MODELS = {
     "logistic": lambda dense: LogisticRegression((dense, F, D)),
     "deepfm": lambda dense: DeepFM((dense, F, D), hidden=(8, 8)),
+    "fm": lambda dense: DeepFM((dense, F, D), hidden=None),
+    "wide_and_deep": lambda dense: DeepFM((dense, F, D), hidden=(8,), pairs=False),
     "dlrm": lambda dense: DLRM((dense, F, D), bottom=(8,), top=(8,)),
+    "dlrm_dcnv2": lambda dense: DLRM(
+        (dense, F, D), bottom=(8,), top=(8,), cross_layers=2, low_rank=3
+    ),
     "dcn": lambda dense: DCN((dense, F, D), cross_layers=2, hidden=(8,)),
     "dcn_mixture": lambda dense: DCN((dense, F, D), cross_layers=2, low_rank=(3, 2), hidden=(8,)),
+    "dcn_low_rank": lambda dense: DCN((dense, F, D), cross_layers=2, low_rank=3, hidden=(8,)),
     "dcn_cross_only": lambda dense: DCN((dense, F, D), hidden=()),
 }
 
@@ -158,6 +165,40 @@ def test_cross_layer_formula() -> None:
         second.weight.copy_(torch.eye(2))
     # x1 = (1,2) * ((5,11) + (.5,-1)) + (1,2) = (6.5, 22); x2 = (1,2) * x1 + x1
     assert network(torch.tensor([[1.0, 2.0]])).tolist() == [[13.0, 66.0]]
+
+
+def test_low_rank_cross_formula() -> None:
+    """x1 = x0 * (U (V x0) + b) + x0, twice, as in MLPerf's DLRM-DCNv2."""
+    model = LowRankCrossNetwork(3, 2, rank=2)
+    x0 = torch.randn(B, 3, dtype=torch.float64)
+    model.double()
+    for layer in model.up:
+        nn.init.normal_(layer.bias)
+    x = x0
+    for down, up in zip(model.down, model.up, strict=True):
+        x = x0 * (x @ down.weight.T @ up.weight.T + up.bias) + x
+    assert [tuple(down.weight.shape) for down in model.down] == [(2, 3)] * 2
+    torch.testing.assert_close(model(x0), x)
+
+
+def test_dlrm_dcnv2_crosses_the_dense_vector_with_the_embeddings() -> None:
+    model = DLRM((DENSE, F, D), bottom=(8,), top=(8,), cross_layers=2, low_rank=3)
+    dense_B, embeddings, _ = batch()
+    vectors = torch.cat([model.bottom(dense_B).unsqueeze(1), embeddings], dim=1)
+    expected = model.top(model.cross(vectors.flatten(1))).squeeze(1)
+    torch.testing.assert_close(model(dense_B, embeddings), expected)
+
+
+def test_deepfm_is_the_sum_of_its_parts() -> None:
+    torch.manual_seed(1)
+    whole = DeepFM((DENSE, F, D), hidden=(8,))
+    pairs, wide_and_deep = DeepFM((DENSE, F, D), hidden=None), DeepFM((DENSE, F, D), hidden=(8,))
+    pairs.load_state_dict(whole.state_dict(), strict=False)
+    wide_and_deep.load_state_dict(whole.state_dict())
+    wide_and_deep._pairs = False
+    inputs = batch()
+    alone = pairs.wide(inputs[0], inputs[2])
+    torch.testing.assert_close(whole(*inputs), pairs(*inputs) + wide_and_deep(*inputs) - alone)
 
 
 def test_cross_mixture_formula() -> None:

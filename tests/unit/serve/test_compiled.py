@@ -11,8 +11,13 @@ from torch import Tensor, nn
 
 from shoal.models import deepfm
 from shoal.serve.compiled import compiled
+from shoal.serve.signature import ServedTensor
 
 SHAPES = ((4,), (3, 8), (3,))
+INPUTS = [
+    ServedTensor(name, "float32", (-1, *shape))
+    for name, shape in zip(("dense", "embeddings", "first_order"), SHAPES, strict=True)
+]
 
 
 def module(seed: int) -> nn.Module:
@@ -27,7 +32,7 @@ def module(seed: int) -> nn.Module:
 @pytest.mark.slow  # compiles
 def test_one_package_serves_the_weights_of_each(tmp_path: Path) -> None:
     first, other = module(0), module(1)
-    pair = compiled(first, SHAPES, tmp_path / "cache"), compiled(other, SHAPES, tmp_path / "cache")
+    pair = compiled(first, INPUTS, tmp_path / "cache"), compiled(other, INPUTS, tmp_path / "cache")
     assert len(list((tmp_path / "cache").glob("*.pt2"))) == 1
     assert all(one is not plain for one, plain in zip(pair, (first, other), strict=True))
     for size in (1, 5, 200):
@@ -43,7 +48,7 @@ def test_a_folder_that_others_write_is_not_used(
     tmp_path.chmod(0o777)
     plain = module(0)
     with caplog.at_level(logging.WARNING):
-        assert compiled(plain, SHAPES, tmp_path) is plain
+        assert compiled(plain, INPUTS, tmp_path) is plain
     assert "others" in caplog.text
 
 
@@ -51,10 +56,10 @@ def test_a_module_that_cannot_be_exported_runs_as_it_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Branching(nn.Module):
-        def forward(self, dense: Tensor) -> Tensor:
+        def forward(self, dense: Tensor, *others: None) -> Tensor:
             return dense.sum(1) if float(dense.sum()) > 0 else dense.mean(1)
 
     plain = Branching().eval()
     with caplog.at_level(logging.WARNING):
-        assert compiled(plain, ((4,),), tmp_path) is plain
+        assert compiled(plain, INPUTS[:1], tmp_path) is plain
     assert "not compiled" in caplog.text

@@ -29,6 +29,7 @@ from shoal.serve import export as exporting
 from shoal.serve.bundle import Bundle, open_bundle, signature_of
 from shoal.serve.loading import FolderSource, ServedShare
 from shoal.serve.model import PredictModel
+from shoal.serve.signature import ServedTensor, dense_example
 from shoal.sync.replica import serving_spec
 from shoal.table.factory import make_shard
 from shoal.table.hosting import HostedTables
@@ -190,8 +191,10 @@ def test_the_dense_module_alone(dense: Path) -> None:
     module.load_state_dict(torch.load(dense / "dense.pt", weights_only=True))
     load(bundle.checkpoint, Contents(modules={"deepfm": bundle.parts().module}))
     program = torch.export.load(dense / bundle.signature.dense_program).module()
+    given = bundle.signature.dense_inputs
+    wanted = [ServedTensor(one.name, one.dtype, one.shape) for one in given]
     for batch in (1, 5):
-        inputs = exporting.dense_example(bundle.signature, batch)
+        inputs = dense_example(wanted, batch)
         torch.testing.assert_close(program(*inputs), module.eval()(*inputs))
 
 

@@ -1,0 +1,247 @@
+"""What models predict: tasks, their losses, and how a dense module is called.
+
+A dense module takes (dense [B, n] or None, embeddings [B, F, D], first-order weights [B, F] or
+None), and of sequences their rows [B, S, L, D] and lengths [B, S]. Its outputs are what its
+`Objective` makes a loss and logits of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from shoal.errors import ConfigError, ShapeError, unknown_name
+from shoal.ragged import KeyedRagged
+
+EMBEDDINGS, FIRST_ORDER = "embeddings", "first_order"
+SEQUENCES, LENGTHS, IDS = "sequences", "lengths", "ids"
+"""Names of a dense module's inputs."""
+_INTEGERS = (LENGTHS, IDS)
+AMP_DTYPES = {"none": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+LossName = Literal["log_loss", "focal"]
+_FOCUS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSettings:
+    """How a label of several counts; `where` names a label: where that is 0, this is not trained.
+
+    Raises:
+        ConfigError: a weight that is negative or not finite.
+    """
+
+    weight: float = 1.0
+    loss: LossName = "log_loss"
+    where: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.weight < math.inf:
+            allowed, remedy = "a finite number, 0 or more", "Change it."
+            raise ConfigError("weight of a task", self.weight, allowed, remedy)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A label that a model predicts.
+
+    Args:
+        label: its name.
+        column: its place among a batch's labels.
+        weight: of its loss in the sum over tasks.
+        loss: "log_loss", or "focal" (Lin et al. 2017, gamma 2).
+        where: place of another label: examples where that is 0 do not train this task.
+    """
+
+    label: str
+    column: int = 0
+    weight: float = 1.0
+    loss: LossName = "log_loss"
+    where: int | None = None
+
+
+class Objective(Protocol):
+    """The loss of a model's outputs."""
+
+    def loss_sum(self, outputs: Tensor, labels_BT: Tensor, weights_B: Tensor | None) -> Tensor:
+        """Sum over examples of their weighted losses, a scalar."""
+        ...
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """Logits [B], or [B, T] of several tasks."""
+        ...
+
+
+def log_loss_sum(logits_B: Tensor, labels_B: Tensor, weights_B: Tensor | None) -> Tensor:
+    """Sum of the cross entropies."""
+    return binary_cross_entropy_with_logits(logits_B, labels_B, weight=weights_B, reduction="sum")
+
+
+def focal_loss_sum(logits_B: Tensor, labels_B: Tensor, weights_B: Tensor | None) -> Tensor:
+    """Sum of the cross entropies, each times (1 - probability of its label)^2."""
+    each_B = binary_cross_entropy_with_logits(
+        logits_B, labels_B, weight=weights_B, reduction="none"
+    )
+    missed_B = (labels_B - logits_B.sigmoid()).abs()
+    return (missed_B**_FOCUS * each_B).sum()
+
+
+_LOSSES: dict[LossName, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
+    "log_loss": log_loss_sum,
+    "focal": focal_loss_sum,
+}
+assert tuple(_LOSSES) == get_args(LossName)
+
+
+@dataclass(frozen=True, slots=True)
+class Pointwise:
+    """A loss of each example and task, added up. Outputs are logits [B], or [B, T] of tasks."""
+
+    tasks: tuple[Task, ...]
+
+    def loss_sum(self, outputs: Tensor, labels_BT: Tensor, weights_B: Tensor | None) -> Tensor:
+        """Sum over tasks and examples."""
+        total = None
+        for number, task in enumerate(self.tasks):
+            own_B = weights_B
+            if task.where is not None:
+                own_B = (labels_BT[:, task.where] > 0).to(labels_BT.dtype)
+                own_B = own_B if weights_B is None else own_B * weights_B
+            logits_B = outputs if outputs.ndim == 1 else outputs[:, number]
+            loss = _LOSSES[task.loss](logits_B, labels_BT[:, task.column], own_B)
+            loss = loss if task.weight == 1.0 else task.weight * loss
+            total = loss if total is None else total + loss
+        assert total is not None, "a model has a task"
+        return total
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """The outputs themselves."""
+        return outputs
+
+
+@dataclass(frozen=True, slots=True)
+class InBatchSoftmax:
+    """Softmax over the items of a batch: an example's own item against those of the others.
+
+    Outputs are scores [B, B], row b of example b, whose own item is on the diagonal; or in
+    evaluation the diagonal [B]. An example counts as much as its first label: 0 is no positive.
+    """
+
+    def loss_sum(self, outputs: Tensor, labels_BT: Tensor, weights_B: Tensor | None) -> Tensor:
+        """Sum over examples."""
+        own_B = labels_BT[:, 0] if weights_B is None else labels_BT[:, 0] * weights_B
+        if outputs.ndim == 1:
+            return log_loss_sum(outputs, labels_BT[:, 0], weights_B)
+        each_B = torch.logsumexp(outputs, 1) - outputs.diagonal()
+        return (each_B * own_B).sum()
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """Scores of the examples' own items [B]."""
+        return outputs if outputs.ndim == 1 else outputs.diagonal()
+
+
+def tasks_of(labels: Sequence[str], settings: Mapping[str, TaskSettings]) -> tuple[Task, ...]:
+    """A task for each label, in order; settings by label.
+
+    Raises:
+        UnknownName: a label that is none of them.
+    """
+    wheres = [own.where for own in settings.values() if own.where is not None]
+    for name in (*settings, *wheres):
+        if name not in labels:
+            raise unknown_name("label in tasks", name, labels)
+    made = []
+    for column, label in enumerate(labels):
+        own = settings.get(label, TaskSettings())
+        where = None if own.where is None else labels.index(own.where)
+        made.append(Task(label=label, column=column, weight=own.weight, loss=own.loss, where=where))
+    return tuple(made)
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """The outputs of a model by name: its own, or with several tasks "model/label" each."""
+
+    model: str
+    tasks: tuple[Task, ...]
+
+    @property
+    def columns(self) -> dict[str, int]:
+        """The column of each output's label."""
+        many = len(self.tasks) > 1
+        return {f"{self.model}/{t.label}" if many else self.model: t.column for t in self.tasks}
+
+    def split(self, found: Iterable[Tensor]) -> dict[str, list[Tensor]]:
+        """Logits or probabilities of batches, [B] or [B, T], as [B] by output."""
+        parts = list(found)
+        if len(self.tasks) == 1:
+            return {self.model: parts}
+        return {name: [one[:, k] for one in parts] for k, name in enumerate(self.columns)}
+
+    def table(self, found: Tensor, labels_BT: Tensor) -> dict[str, Tensor]:
+        """Float32 columns [B] "prediction" and "label"; of several tasks "prediction_TASK", ..."""
+        ends = [f"_{task.label}" for task in self.tasks] if len(self.tasks) > 1 else [""]
+        own = [one_B for (one_B,) in self.split([found]).values()]
+        labels = [labels_BT[:, task.column].float() for task in self.tasks]
+        return {
+            **{f"prediction{end}": one_B for end, one_B in zip(ends, own, strict=True)},
+            **{f"label{end}": one_B for end, one_B in zip(ends, labels, strict=True)},
+        }
+
+
+def split_all(
+    every: Iterable[Predicted], found: Mapping[str, Iterable[Tensor]]
+) -> dict[str, list[Tensor]]:
+    """What several models predicted of batches, as `Predicted.split`; found: by model."""
+    parts = (one.split(found[one.model]) for one in every)
+    return {name: own for by_output in parts for name, own in by_output.items()}
+
+
+def inputs_of_ids(
+    ids: KeyedRagged, sequences: Sequence[str], id_feature: str | None
+) -> dict[str, Tensor]:
+    """Inputs of a dense module that are ids and lengths, by name.
+
+    Args:
+        ids: of a batch.
+        sequences: features whose lengths [B, S] it takes.
+        id_feature: whose ids [B] it takes; None: of none.
+
+    Raises:
+        ShapeError: not one id an example of `id_feature`.
+    """
+    found: dict[str, Tensor] = {}
+    if sequences:
+        found[LENGTHS] = torch.stack([ids[name].lengths for name in sequences], dim=1)
+    if id_feature is not None:
+        found[IDS] = ids[id_feature].values
+        if found[IDS].numel() != ids.batch_size:
+            got, allowed = found[IDS].numel(), f"{ids.batch_size}, one each"
+            raise ShapeError(f"ids of {id_feature!r}", got, allowed, "Set model.item_id.")
+    return found
+
+
+def outputs_of(
+    module: Callable[..., Tensor],
+    dense_B: Tensor | None,
+    rows: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    device_type: str = "cpu",
+) -> Tensor:
+    """Float32 outputs of a dense module, over dense columns and its other inputs by name.
+
+    dtype: of its products (`AMP_DTYPES`).
+    """
+    # Rows of float64 tables, too: dense weights are float32.
+    inputs = {name: one if name in _INTEGERS else one.float() for name, one in rows.items()}
+    sequences = [inputs[name] for name in (SEQUENCES, LENGTHS) if name in inputs]
+    ids = {"ids_B": inputs[IDS]} if IDS in inputs else {}
+    with torch.autocast(device_type, dtype=dtype, enabled=dtype != torch.float32):
+        outputs = module(dense_B, inputs[EMBEDDINGS], inputs.get(FIRST_ORDER), *sequences, **ids)
+    return outputs.float()

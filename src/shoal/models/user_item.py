@@ -1,0 +1,535 @@
+"""A user and an item: histories that an item attends to (DIN, HSTU), and two towers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize, silu
+
+from shoal.errors import ConfigError
+from shoal.ids import mix64
+from shoal.models.mlp import MLP, Deep, Inputs, Widths
+from shoal.models.tasks import InBatchSoftmax, Objective, Pointwise, Task
+
+
+def valid_steps(lengths_B: Tensor, length: int) -> Tensor:
+    """Bool [B, L]: whether a step of a sequence is within its length."""
+    return torch.arange(length, device=lengths_B.device) < lengths_B.unsqueeze(1)
+
+
+class TargetAttention(nn.Module):
+    """Weighs each step of a history by an MLP of (query, step, query - step, query * step).
+
+    Args:
+        width: of a query and of a step.
+        hidden: widths of the MLP.
+        normalise: softmax over the weights; the paper has none.
+    """
+
+    def __init__(self, width: int, hidden: tuple[int, ...], *, normalise: bool = False) -> None:
+        super().__init__()
+        self.score = MLP(4 * width, hidden, out_features=1)
+        self._normalise = normalise
+
+    def forward(self, query_BE: Tensor, steps_BLE: Tensor, lengths_B: Tensor) -> Tensor:
+        """The weighted sum of the steps within each length, [B, E]; zeros without any."""
+        query_BLE = query_BE.unsqueeze(1).expand_as(steps_BLE)
+        pairs = [query_BLE, steps_BLE, query_BLE - steps_BLE, query_BLE * steps_BLE]
+        scores_BL = self.score(torch.cat(pairs, dim=2)).squeeze(2)
+        valid_BL = valid_steps(lengths_B, steps_BLE.shape[1])
+        if self._normalise:
+            lowest = torch.finfo(scores_BL.dtype).min
+            scores_BL = scores_BL.masked_fill(~valid_BL, lowest).softmax(dim=1)
+        scores_BL = scores_BL * valid_BL.to(scores_BL.dtype)
+        return torch.einsum("bl,ble->be", scores_BL, steps_BLE)
+
+
+Head = Literal["ctr", "next_item"]
+
+
+class TargetHistory(nn.Module):
+    """The S sequences of an example as one: steps [B, L, S * D], and targets [B, S * D].
+
+    Sequences that a model takes together have one length in each example, and a target each.
+
+    Args:
+        inputs: widths and names.
+        target: pooled features, one for each sequence, in order.
+
+    Raises:
+        ConfigError: no sequences, or not one target for each.
+        UnknownName: a target that is no pooled feature.
+    """
+
+    def __init__(self, inputs: Inputs, target: tuple[str, ...]) -> None:
+        super().__init__()
+        if not inputs.sequences or len(target) != len(inputs.sequences):
+            raise ConfigError(
+                "model.target",
+                got=list(target),
+                allowed=f"one pooled feature for each sequence, {list(inputs.sequences)}",
+                remedy="Set combiner: first_n of the features that are sequences, and name the "
+                "target of each in their order.",
+            )
+        self._target = inputs.places(target)
+        self.width = len(target) * inputs.dim
+
+    def forward(self, embeddings_BFD: Tensor, sequences_BSLD: Tensor) -> tuple[Tensor, Tensor]:
+        """(Targets [B, S * D], steps [B, L, S * D])."""
+        target_BE = embeddings_BFD[:, self._target].flatten(1)
+        return target_BE, sequences_BSLD.transpose(1, 2).flatten(2)
+
+
+class HSTULayer(nn.Module):
+    """One layer of HSTU (Zhai et al. 2024): pointwise attention, gated, with a residual.
+
+    U, V, Q, K = SiLU(linear(norm(x))); A = SiLU(Q K^T + bias of distance) / L, within `allowed`;
+    x' = x + linear(norm(A V) * U). There is no softmax, so that intensities are kept.
+
+    Args:
+        width: E of a step; a multiple of heads.
+        heads: that attend apart.
+        length: L, the longest sequence.
+        dropout: of the gated output.
+
+    Raises:
+        ConfigError: heads that do not divide the width.
+    """
+
+    def __init__(self, width: int, heads: int, length: int, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        if width % heads:
+            remedy = "Choose model.heads that divide model.width."
+            raise ConfigError("heads of an HSTU layer", heads, f"a divisor of {width}", remedy)
+        self._heads, self._length = heads, length
+        self.norm = nn.LayerNorm(width)
+        self.joint = nn.Linear(width, 4 * width, bias=False)
+        self.distance = nn.Parameter(torch.empty(length).normal_(std=0.02))
+        self.norm_out = nn.LayerNorm(width)
+        self.dropout = nn.Dropout(dropout)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, steps_BLE: Tensor, distance_BLL: Tensor, allowed_BLL: Tensor) -> Tensor:
+        """Steps [B, L, E] of steps, how far each is ahead of each other, and which it may see."""
+        joint = silu(self.joint(self.norm(steps_BLE))).chunk(4, dim=2)
+        gate_BLE, *three = joint
+        shape = (*steps_BLE.shape[:2], self._heads, steps_BLE.shape[2] // self._heads)
+        v, q, k = (x.reshape(shape).transpose(1, 2) for x in three)
+        near_BLL = distance_BLL.clamp(0, self._length - 1)
+        scores_BHLL = silu(q @ k.transpose(2, 3) + self.distance[near_BLL].unsqueeze(1))
+        scores_BHLL = scores_BHLL * allowed_BLL.unsqueeze(1).to(scores_BHLL.dtype) / self._length
+        seen_BLE = (scores_BHLL @ v).transpose(1, 2).flatten(2)
+        out_BLE: Tensor = self.out(self.dropout(self.norm_out(seen_BLE) * gate_BLE))
+        return steps_BLE + out_BLE
+
+
+class HSTUEncoder(nn.Module):
+    """Layers of HSTU over sequences of at most L steps; each step sees itself and those before.
+
+    Args:
+        width: of a step as it is given; E of the layers: another one is projected to.
+        length: L.
+        layers, heads, dropout: as `HSTULayer`.
+    """
+
+    def __init__(
+        self, width: int, embedding: int, length: int, *, layers: int, heads: int, dropout: float
+    ) -> None:
+        super().__init__()
+        self.token = nn.Linear(width, embedding) if width != embedding else nn.Identity()
+        self.layers = nn.ModuleList(
+            HSTULayer(embedding, heads, length, dropout=dropout) for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(embedding)
+
+    def forward(self, steps_BLX: Tensor, places_BL: Tensor, valid_BL: Tensor) -> Tensor:
+        """Steps [B, L, E] of steps, their places in time, and which of them are there."""
+        distance_BLL = places_BL.unsqueeze(2) - places_BL.unsqueeze(1)
+        allowed_BLL = (distance_BLL >= 0) & valid_BL.unsqueeze(1)
+        steps_BLE = self.token(steps_BLX)
+        for layer in self.layers:
+            steps_BLE = layer(steps_BLE, distance_BLL, allowed_BLL)
+        normed_BLE: Tensor = self.norm(steps_BLE)
+        return normed_BLE
+
+
+class HSTU(nn.Module):
+    """HSTU over an example's history, with a head for clicks or for the next item.
+
+    `head` "ctr": the target is the history's next step, and an MLP reads what comes out at it, next
+    to dense features and embeddings. "next_item": what comes out at the history's last step is the
+    user, whose score with the target is a product, as of `InBatchScores`.
+
+    Args:
+        inputs: widths, names and sequences.
+        target: as of `TargetHistory`.
+        head: "ctr" or "next_item".
+        width: E of the layers; None: that of a step.
+        layers, heads, dropout: as `HSTUEncoder`.
+        hidden: widths of the head of "ctr"; batch_norm: in it.
+        temperature, log_q: as `InBatchScores`.
+    """
+
+    def __init__(
+        self,
+        inputs: Widths,
+        target: tuple[str, ...],
+        *,
+        head: Head = "ctr",
+        width: int | None = None,
+        layers: int = 2,
+        heads: int = 1,
+        hidden: tuple[int, ...] = (128, 64),
+        dropout: float = 0.0,
+        batch_norm: bool = False,
+        temperature: float = 0.05,
+        log_q: bool = False,
+    ) -> None:
+        super().__init__()
+        self._inputs = Inputs(*inputs).require()
+        self.history = TargetHistory(self._inputs, target)
+        embedding = width or self.history.width
+        self.encoder = HSTUEncoder(
+            self.history.width,
+            embedding,
+            self._inputs.length + 1,
+            layers=layers,
+            heads=heads,
+            dropout=dropout,
+        )
+        self.deep, self.scores = None, None
+        if head == "ctr":
+            read = self._inputs.width + embedding
+            self.deep = MLP(read, hidden, out_features=1, dropout=dropout, batch_norm=batch_norm)
+        else:
+            self.scores = InBatchScores(temperature, log_q=log_q)
+
+    def forward(
+        self,
+        dense_B: Tensor | None,
+        embeddings_BFD: Tensor,
+        first_order_BF: Tensor | None,
+        sequences_BSLD: Tensor,
+        lengths_BS: Tensor,
+        ids_B: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [B]; of "next_item" in training scores [B, B], an example's own on the diagonal.
+
+        Raises:
+            ShapeError: a shape differs.
+        """
+        self._inputs.check(dense_B, embeddings_BFD, first_order_BF)
+        target_BE, steps_BLE = self.history(embeddings_BFD, sequences_BSLD)
+        lengths_B = lengths_BS[:, 0]
+        length = steps_BLE.shape[1]
+        valid_BL = valid_steps(lengths_B, length)
+        places_BL = torch.arange(length, device=lengths_B.device).expand_as(valid_BL)
+        if self.scores is not None:
+            out_BLE = self.encoder(steps_BLE, places_BL, valid_BL)
+            last_B = (lengths_B - 1).clamp_min(0)
+            user_BE = out_BLE[torch.arange(len(out_BLE), device=last_B.device), last_B]
+            user_BE = user_BE * (lengths_B > 0).to(user_BE.dtype).unsqueeze(1)
+            scores: Tensor = self.scores(user_BE, self.encoder.token(target_BE), ids_B)
+            return scores
+        assert self.deep is not None, "one of two heads"
+        # Wherever the padding ends, the target's place is the one after the last step.
+        out_BLE = self.encoder(
+            torch.cat([steps_BLE, target_BE.unsqueeze(1)], dim=1),
+            torch.cat([places_BL, lengths_B.unsqueeze(1)], dim=1),
+            torch.cat([valid_BL, torch.ones_like(valid_BL[:, :1])], dim=1),
+        )
+        flat_BX = self._inputs.flatten(dense_B, embeddings_BFD)
+        logits_B: Tensor = self.deep(torch.cat([flat_BX, out_BLE[:, -1]], dim=1)).squeeze(1)
+        return logits_B if first_order_BF is None else logits_B + first_order_BF.sum(dim=1)
+
+
+class ItemFrequency(nn.Module):
+    """How often an item comes in a batch, learned from a stream of batches (Yi et al. 2019).
+
+    A moving average of the steps between two batches with the item, by hash; it says nothing of
+    items it did not see.
+
+    Args:
+        slots: hashes, a power of two; items of one hash count as one.
+        rate: of the moving average.
+    """
+
+    steps: Tensor
+    last_H: Tensor
+    gap_H: Tensor
+
+    def __init__(self, slots: int = 1 << 16, rate: float = 0.01) -> None:
+        super().__init__()
+        self._rate = rate
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("last_H", torch.zeros(slots, dtype=torch.int64))
+        self.register_buffer("gap_H", torch.zeros(slots))
+
+    def seen(self, ids_B: Tensor) -> Tensor:
+        """Count a batch; log of each item's chance to be in one, [B]."""
+        slots_B = mix64(ids_B) & (len(self.gap_H) - 1)
+        self.steps += 1
+        passed_B = (self.steps - self.last_H[slots_B]).to(self.gap_H.dtype)
+        old_B = self.gap_H[slots_B]
+        new_B = torch.where(old_B > 0, old_B + self._rate * (passed_B - old_B), passed_B)
+        self.gap_H[slots_B] = new_B
+        self.last_H[slots_B] = self.steps
+        return -new_B.clamp_min(1.0).log()
+
+
+class InBatchScores(nn.Module):
+    """Scores of users and items: with `pairs` in training all of a batch, else each user's own.
+
+    Vectors are scaled to length 1. In training another example's item that is the example's own is
+    left out, where ids are given.
+
+    Args:
+        temperature: that products are divided by.
+        log_q: in training subtract the log of an item's chance to be in a batch, so that popular
+            items, which are negatives more often, are not pushed down for it.
+    """
+
+    def __init__(self, temperature: float, *, log_q: bool = False, pairs: bool = True) -> None:
+        super().__init__()
+        self._temperature, self._pairs = temperature, pairs
+        self.frequency = ItemFrequency() if log_q else None
+
+    def forward(self, user_BE: Tensor, item_BE: Tensor, ids_B: Tensor | None) -> Tensor:
+        """Scores [B, B] in training, row b of user b, or [B]."""
+        user_BE, item_BE = normalize(user_BE, dim=1), normalize(item_BE, dim=1)
+        if not (self._pairs and self.training):
+            return (user_BE * item_BE).sum(dim=1) / self._temperature
+        scores_BB = (user_BE @ item_BE.T).float() / self._temperature
+        if ids_B is not None:
+            if self.frequency is not None:
+                with torch.no_grad():
+                    chance_B = self.frequency.seen(ids_B)
+                scores_BB = scores_BB - chance_B
+            same_BB = ids_B.unsqueeze(1) == ids_B
+            same_BB = same_BB & ~torch.eye(len(ids_B), dtype=torch.bool, device=ids_B.device)
+            scores_BB = scores_BB.masked_fill(same_BB, torch.finfo(scores_BB.dtype).min)
+        return scores_BB
+
+
+class TwoTower(nn.Module):
+    """An MLP of the user's features, one of the item's, and the product of what comes out.
+
+    Args:
+        inputs: widths and names.
+        user, item: pooled features of each; dense features are the user's.
+        hidden: widths of each tower; width: of their outputs.
+        in_batch: in training score all pairs of a batch, not each user's own item alone.
+        temperature, log_q: as `InBatchScores`.
+        dropout, batch_norm: as `MLP`.
+
+    Raises:
+        ConfigError: a side without features.
+        UnknownName: a feature that the inputs do not have.
+    """
+
+    def __init__(
+        self,
+        inputs: Widths,
+        user: tuple[str, ...],
+        item: tuple[str, ...],
+        *,
+        hidden: tuple[int, ...] = (128,),
+        width: int = 32,
+        in_batch: bool = True,
+        temperature: float = 0.05,
+        log_q: bool = False,
+        dropout: float = 0.0,
+        batch_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        self._inputs = Inputs(*inputs).require()
+        if not user or not item:
+            remedy = "Name the features of each tower."
+            raise ConfigError("model.user and model.item", (user, item), "one each", remedy)
+        self._user, self._item = self._inputs.places(user), self._inputs.places(item)
+        dim, layers = self._inputs.dim, {"dropout": dropout, "batch_norm": batch_norm}
+        user_width = self._inputs.num_dense + len(user) * dim
+        self.user = MLP(user_width, hidden, out_features=width, **layers)  # type: ignore[arg-type]
+        self.item = MLP(len(item) * dim, hidden, out_features=width, **layers)  # type: ignore[arg-type]
+        self.scores = InBatchScores(temperature, log_q=log_q, pairs=in_batch)
+
+    def forward(
+        self,
+        dense_B: Tensor | None,
+        embeddings_BFD: Tensor,
+        first_order_BF: Tensor | None = None,
+        ids_B: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [B]; in training, with in_batch, scores [B, B], an own item's on the diagonal.
+
+        Raises:
+            ShapeError: a shape differs.
+        """
+        self._inputs.check(dense_B, embeddings_BFD, first_order_BF)
+        user_BE = self.user(self._inputs.flatten(dense_B, embeddings_BFD[:, self._user]))
+        item_BE = self.item(embeddings_BFD[:, self._item].flatten(1))
+        scores: Tensor = self.scores(user_BE, item_BE, ids_B)
+        return scores
+
+
+class DIN(nn.Module):
+    """DIN (Zhou et al. 2018): an MLP over dense features, embeddings, and the attended history.
+
+    Args:
+        inputs: widths, names and sequences.
+        target: as of `TargetHistory`.
+        attention: widths of the attention's MLP; normalise: as of `TargetAttention`.
+        hidden: widths of the deep part.
+        dropout, batch_norm: as `MLP`.
+    """
+
+    def __init__(
+        self,
+        inputs: Widths,
+        target: tuple[str, ...],
+        *,
+        attention: tuple[int, ...] = (80, 40),
+        normalise: bool = False,
+        hidden: tuple[int, ...] = (200, 80),
+        dropout: float = 0.0,
+        batch_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        self._inputs = Inputs(*inputs).require()
+        self.history = TargetHistory(self._inputs, target)
+        self.attention = TargetAttention(self.history.width, attention, normalise=normalise)
+        width = self._inputs.width + self.history.width
+        self.deep = MLP(width, hidden, out_features=1, dropout=dropout, batch_norm=batch_norm)
+
+    def forward(
+        self,
+        dense_B: Tensor | None,
+        embeddings_BFD: Tensor,
+        first_order_BF: Tensor | None,
+        sequences_BSLD: Tensor,
+        lengths_BS: Tensor,
+    ) -> Tensor:
+        """Logits [B]; first-order weights [B, F], if any, are added.
+
+        Raises:
+            ShapeError: a shape differs.
+        """
+        self._inputs.check(dense_B, embeddings_BFD, first_order_BF)
+        target_BE, steps_BLE = self.history(embeddings_BFD, sequences_BSLD)
+        interest_BE = self.attention(target_BE, steps_BLE, lengths_BS[:, 0])
+        flat_BX = self._inputs.flatten(dense_B, embeddings_BFD)
+        logits_B: Tensor = self.deep(torch.cat([flat_BX, interest_BE], dim=1)).squeeze(1)
+        return logits_B if first_order_BF is None else logits_B + first_order_BF.sum(dim=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DinSettings(Deep):
+    """Attention of `target` over the sequences; `hidden` read it next to all other features."""
+
+    kind: ClassVar[str] = "din"
+    takes_sequences: ClassVar[bool] = True
+    target: tuple[str, ...] = ()
+    attention: tuple[int, ...] = (80, 40)
+    normalise: bool = False
+    hidden: tuple[int, ...] = (200, 80)
+
+    def build(self, inputs: Inputs) -> nn.Module:
+        """A `DIN`."""
+        return DIN(
+            inputs,
+            self.target,
+            attention=self.attention,
+            normalise=self.normalise,
+            hidden=self.hidden,
+            **self.layers,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HstuSettings(Deep):
+    """HSTU over the sequences, whose `target` it predicts; `hidden` are the head of "ctr"."""
+
+    kind: ClassVar[str] = "hstu"
+    takes_sequences: ClassVar[bool] = True
+    limits: ClassVar[Mapping[str, tuple[float, float]]] = {
+        **Deep.limits,
+        "temperature": (1e-4, 1e4),
+    }
+    target: tuple[str, ...] = ()
+    head: Head = "ctr"
+    width: int | None = None
+    blocks: int = 2
+    heads: int = 1
+    temperature: float = 0.05
+    log_q: bool = False
+
+    def build(self, inputs: Inputs) -> nn.Module:
+        """An `HSTU`."""
+        return HSTU(
+            inputs,
+            self.target,
+            head=self.head,
+            width=self.width,
+            layers=self.blocks,
+            heads=self.heads,
+            hidden=self.hidden,
+            temperature=self.temperature,
+            log_q=self.log_q,
+            **self.layers,
+        )
+
+    def objective(self, tasks: tuple[Task, ...]) -> Objective:
+        """Of clicks a loss each, of next items a softmax over those of a batch."""
+        return InBatchSoftmax() if self.head == "next_item" else Pointwise(tasks)
+
+    @property
+    def id_feature(self) -> str | None:
+        """The first target, for a softmax over items."""
+        return self.target[0] if self.head == "next_item" and self.target else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwoTowerSettings(Deep):
+    """Towers of `user` and `item` features; "softmax" over the items of a batch, or "log_loss".
+
+    `item_id` is the feature whose ids identify items; None: the first of `item`.
+    """
+
+    kind: ClassVar[str] = "two_tower"
+    limits: ClassVar[Mapping[str, tuple[float, float]]] = HstuSettings.limits
+    user: tuple[str, ...] = ()
+    item: tuple[str, ...] = ()
+    item_id: str | None = None
+    hidden: tuple[int, ...] = (128,)
+    width: int = 32
+    loss: Literal["softmax", "log_loss"] = "softmax"
+    temperature: float = 0.05
+    log_q: bool = False
+
+    def build(self, inputs: Inputs) -> nn.Module:
+        """A `TwoTower`."""
+        return TwoTower(
+            inputs,
+            self.user,
+            self.item,
+            hidden=self.hidden,
+            width=self.width,
+            in_batch=self.loss == "softmax",
+            temperature=self.temperature,
+            log_q=self.log_q,
+            **self.layers,
+        )
+
+    def objective(self, tasks: tuple[Task, ...]) -> Objective:
+        """A softmax over the items of a batch, or a loss each."""
+        return InBatchSoftmax() if self.loss == "softmax" else Pointwise(tasks)
+
+    @property
+    def id_feature(self) -> str | None:
+        """The feature whose ids identify items, for a softmax over them."""
+        known = self.item_id or (self.item[0] if self.item else None)
+        return known if self.loss == "softmax" else None
