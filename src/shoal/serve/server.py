@@ -10,7 +10,6 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import grpc
 import uvicorn
@@ -76,12 +75,7 @@ class ModelServer:
             self._stops = stops.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *of: object) -> None:
         self._stops.close()
 
     def _start_grpc(self, address: str, stops: ExitStack) -> None:
