@@ -108,6 +108,13 @@ def read(storage: Storage, manifest: Manifest) -> JobState:
         return JobState(dict(value["state"]), tuple(dict(one) for one in value["ranks"]))
 
 
+def average_in(state: Mapping[str, Any], name: str) -> Mapping[str, torch.Tensor] | None:
+    """Averaged dense weights of a model in the state of a run's checkpoint; None without any."""
+    learners = state.get("run_state", {}).get("learners", {})
+    average: Mapping[str, torch.Tensor] | None = learners.get(name, {}).get("average")
+    return average
+
+
 def _encoded(value: Any, what: str) -> bytes:
     buffer = io.BytesIO()
     try:

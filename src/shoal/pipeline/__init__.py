@@ -10,6 +10,7 @@ from shoal.pipeline.scheduler import Settings
 from shoal.pipeline.stages import Step
 from shoal.pipeline.train_pipeline import (
     PredictPipeline,
+    RunHook,
     TrainPipeline,
     create_predict_pipeline,
     create_train_pipeline,
@@ -17,6 +18,7 @@ from shoal.pipeline.train_pipeline import (
 
 __all__ = [
     "PredictPipeline",
+    "RunHook",
     "Settings",
     "Step",
     "TrainPipeline",

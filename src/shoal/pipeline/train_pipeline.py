@@ -16,8 +16,8 @@ over all ranks, so that uneven batches give the gradient of the whole window's m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -33,10 +33,23 @@ from shoal.pipeline.voting import require_same_settings
 from shoal.ragged import KeyedRagged
 
 
+class RunHook(Protocol):
+    """Called by a training loop: once with the model before the first step, then after each."""
+
+    def begin(self, module: nn.Module) -> None:
+        """Before the first step."""
+        ...
+
+    def after_step(self, step: int) -> None:
+        """After step number `step`, which counts from 1."""
+        ...
+
+
 class TrainPipeline:
     """Trains one batch a call while it prepares the next ones; see `create_train_pipeline`.
 
     Attributes:
+        hooks: called before the first step and after each.
         last: the batch that the last `progress` trained, with its weight and whether its window
             is applied; None before the first.
         on_snapshot: called on every rank at a snapshot point with the number of batches of this
@@ -73,6 +86,8 @@ class TrainPipeline:
         self.on_snapshot: Callable[[int], None] | None = None
         self.evict_due_s: int | None = None
         self.last: Round | None = None
+        self.hooks: Sequence[RunHook] = ()
+        self._steps = -1  # nothing has begun
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         got, remedy = "pickle, torch.save or deepcopy", "Copy the model, then make a pipeline."
@@ -100,6 +115,10 @@ class TrainPipeline:
         if not self._attached:
             self.attach()
         self._check_mode()
+        if self._steps < 0:
+            self._steps = 0
+            for hook in self.hooks:
+                hook.begin(self._model)
         executor = self._executor_for(iterator)
         executor.on_snapshot = self.on_snapshot
         try:
@@ -115,6 +134,10 @@ class TrainPipeline:
             self._executor = self._source = None
             raise StopIteration
         self.last = done
+        if done.applied:
+            self._steps += 1
+            for hook in self.hooks:
+                hook.after_step(self._steps)
         return done.step
 
     def request_snapshot(self) -> None:
@@ -254,6 +277,7 @@ def create_train_pipeline(
     control: Collectives | None = None,
     snapshot_before: Callable[[int], bool] | None = None,
     evict_due_s: int | None = None,
+    hooks: Sequence[RunHook] = (),
 ) -> TrainPipeline:
     """A pipeline that trains `model`; TorchEasyRec's function of this name, made exact.
 
@@ -284,6 +308,7 @@ def create_train_pipeline(
             from 0; asked once of each, a few batches ahead. Unlike `request_snapshot` it is exact.
         evict_due_s: event time of the first eviction, to continue from another pipeline;
             see `TrainPipeline.evict_due_s`.
+        hooks: called before the first step and after each.
 
     Raises:
         ConfigError: a setting out of range, or several ranks without a control group.
@@ -306,7 +331,7 @@ def create_train_pipeline(
         event_time_of=event_time_of,
         step=step,
     )
-    return TrainPipeline(
+    pipeline = TrainPipeline(
         model,
         stages,
         settings,
@@ -315,6 +340,8 @@ def create_train_pipeline(
         snapshot_before=snapshot_before,
         evict_due_s=evict_due_s,
     )
+    pipeline.hooks = tuple(hooks)
+    return pipeline
 
 
 def create_predict_pipeline(

@@ -38,7 +38,6 @@ from shoal.sync.checkpoints import load_module
 from shoal.sync.replica import serving_spec
 from shoal.table.factory import make_shard
 from shoal.table.hosting import HostedTables, plan_placement
-from shoal.train.learner import average_in
 
 Mode = Literal["standalone", "distributed", "dense"]
 RowDType = Literal["float32", "float16"]
@@ -227,17 +226,6 @@ def export_dense(module: nn.Module, signature: Signature, path: str | Path) -> s
     return None
 
 
-def load_dense(url: str, name: str, module: nn.Module) -> None:
-    """A dense module's weights in a checkpoint, or their moving average where a run kept one.
-
-    Raises:
-        CheckpointError: it is missing or damaged, or of another module.
-    """
-    average = average_in(load_module(url, name, module), name)
-    if average is not None:
-        module.load_state_dict(average, strict=False)
-
-
 class _Writer:
     """Bundles of one checkpoint."""
 
@@ -256,7 +244,7 @@ class _Writer:
 
     def write(self, folder: Path, mode: Mode, shards: int) -> None:
         folder.mkdir()
-        load_dense(self._url, self._parts.name, self._parts.module)
+        load_module(self._url, self._parts.name, self._parts.module)
         if mode == "dense":
             self._bundle(folder, "dense")
         elif mode == "standalone":

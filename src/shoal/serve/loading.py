@@ -24,11 +24,11 @@ from shoal.ps.server import spread_over
 from shoal.serve.bundle import SIGNATURE, open_bundle
 from shoal.serve.client import ReplicaSet, check_shares, find_in
 from shoal.serve.compiled import cache_folder, compiled
-from shoal.serve.export import EXPORT, load_dense
+from shoal.serve.export import EXPORT
 from shoal.serve.model import DenseModel, LookupModel, Model, PredictModel
 from shoal.serve.rows import PooledRows, of_shard, of_shares
 from shoal.serve.signature import ExampleReader, dense_inputs
-from shoal.sync.checkpoints import Only
+from shoal.sync.checkpoints import Only, load_module
 from shoal.sync.replica import Replica, serving_spec
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.hosting import HostedTables
@@ -240,7 +240,7 @@ class FolderSource:
         if share.role == "ps":
             shard = load_rows(url, built.config, specs, share.index, share.of)
             return LookupModel(self.name, version, shard)
-        load_dense(url, parts.name, parts.module)
+        load_module(url, parts.name, parts.module)
         exchange: Exchange | None = None
         if share.role == "entry":
             exchange = self._shares.exchange(specs)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor, nn
 
 from shoal.checkpoint import Contents, LoadOptions, Manifest, load, load_share, read_manifest
 from shoal.checkpoint.dense import read_module
+from shoal.checkpoint.job_state import average_in
+from shoal.checkpoint.job_state import read as read_job
 from shoal.checkpoint.manifest import MANIFEST
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import locate
@@ -86,12 +88,16 @@ def load_checkpoint(
         tables = HostedTables(tuple(specs), shard, placement)
         load_share([url], tables, share.index, collection=collection, state=False)
         shard.release(None)  # deletions need not be kept
-    dense = {} if only == "rows" else read_module(Storage(url), manifest, collection)
+    dense: dict[str, Tensor] = {}
+    if only != "rows":
+        state = read_job(Storage(url), manifest).state
+        average = average_in(state, collection) or {}
+        dense = {**read_module(Storage(url), manifest, collection), **average}
     return ServedCheckpoint(url, manifest, shard, dense)
 
 
-def load_module(url: str, name: str, module: nn.Module) -> Mapping[str, Any]:
-    """Load a dense module's weights alone; the state of the job that was saved with them.
+def load_module(url: str, name: str, module: nn.Module) -> None:
+    """Load a dense module's weights alone, or their moving average where a run kept one.
 
     Args:
         url: folder of a checkpoint.
@@ -104,7 +110,8 @@ def load_module(url: str, name: str, module: nn.Module) -> Mapping[str, Any]:
     others = {f"module:{one}" for one in manifest.modules if one != name}
     others |= {f"optimizer:{one}" for one in manifest.optimizers}
     options = LoadOptions(tables=(), state=False, allow_unknown=frozenset(others))
-    return load(url, Contents(modules={name: module}), options=options).state
+    found = load(url, Contents(modules={name: module}), options=options)
+    module.load_state_dict(average_in(found.state, name) or {}, strict=False)
 
 
 def _collection(manifest: Manifest, specs: Sequence[TableSpec]) -> str:

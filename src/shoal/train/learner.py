@@ -410,13 +410,6 @@ def _dense_optimizer(module: nn.Module, settings: DenseOptimizerSettings) -> tor
     )  # type: ignore[call-arg]
 
 
-def average_in(state: Mapping[str, Any], name: str) -> Mapping[str, Tensor] | None:
-    """Averaged dense weights of a model in the state of a run's checkpoint; None without any."""
-    learners = state.get("run_state", {}).get("learners", {})
-    average: Mapping[str, Tensor] | None = learners.get(name, {}).get("average")
-    return average
-
-
 def contents_of(
     learners: Sequence[Learner],
     state: Mapping[str, Any] | None = None,

@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 
 from shoal import report
+from shoal.checkpoint.job_state import average_in
 from shoal.checkpoint.loading import load
 from shoal.checkpoint.table_match import LoadOptions
 from shoal.comm.launch import early_control
@@ -25,6 +26,7 @@ from shoal.data import Batch
 from shoal.errors import ConfigError, DataError
 from shoal.metrics import BinaryResult
 from shoal.models import LogisticSettings, ModelSpec
+from shoal.pipeline import RunHook
 from shoal.planner import Plan
 from shoal.planner.report import limiting
 from shoal.planner.topology import show_seconds
@@ -43,7 +45,7 @@ from shoal.train import folder as folders
 from shoal.train import summary
 from shoal.train.course import Course
 from shoal.train.folder import RunFolder
-from shoal.train.learner import Learner, average_in, contents_of
+from shoal.train.learner import Learner, contents_of
 from shoal.train.loop import evaluate_all, train
 from shoal.train.observing import RunObserver
 from shoal.train.publishing import Publishing, check_publishing
@@ -217,7 +219,13 @@ def _open(
     )
 
 
-def run(config: RunConfig, *, console: Console, resume: str | None = None) -> RunResult:
+def run(
+    config: RunConfig,
+    *,
+    console: Console,
+    resume: str | None = None,
+    hooks: Sequence[RunHook] = (),
+) -> RunResult:
     """Train a model and its baselines, evaluate them, and write the run folder.
 
     Under a launcher of several ranks (torchrun, mpirun, srun) all of them train one model. Rank 0
@@ -227,6 +235,7 @@ def run(config: RunConfig, *, console: Console, resume: str | None = None) -> Ru
         config: the settings; the same on every rank.
         console: where progress, the table of metrics and the report's path are printed.
         resume: the folder of a run to continue, or "latest"; None: `config.checkpoint` decides.
+        hooks: called with the model before the first step, and after each step.
 
     Raises:
         ShoalError: wrong settings or data, a model that diverged, a table that is full, a save
@@ -238,7 +247,7 @@ def run(config: RunConfig, *, console: Console, resume: str | None = None) -> Ru
         require_same(ranks.control, config)
         opened = _open(placed, ranks, console, lambda: plan_to_keep(config, resume, attempt()))
         with _closing(opened):
-            return _run(config, opened, resume)
+            return _run(config, opened, resume, hooks)
 
 
 @contextmanager
@@ -249,7 +258,9 @@ def _closing(opened: _Opened) -> Iterator[None]:
         yield
 
 
-def _run(config: RunConfig, opened: _Opened, resume: str | None) -> RunResult:
+def _run(
+    config: RunConfig, opened: _Opened, resume: str | None, hooks: Sequence[RunHook]
+) -> RunResult:
     """config: as it was given, which the run folder keeps."""
     data, ranks = opened.data, opened.ranks
     check_publishing(config, opened.learners[0])
@@ -299,7 +310,7 @@ def _run(config: RunConfig, opened: _Opened, resume: str | None) -> RunResult:
         publishing = Publishing(config, ranks, opened.learners[0], opened.print, chain)
         held.enter_context(publishing)
         saver.on_begin = publishing.saved
-        _train(opened, run_state, saver, sinks, publishing, folder)
+        _train(opened, run_state, saver, sinks, publishing, folder, hooks)
         result = _evaluate_run(opened, folder, run_state, sinks)
     bad = data.quarantine
     if bad is not None and (bad.rows or bad.files):
@@ -393,11 +404,20 @@ def _train(
     sink: ScalarSink,
     publishing: Publishing,
     folder: RunFolder,
+    hooks: Sequence[RunHook],
 ) -> None:
     """Train from where the run_state is to the end, and save."""
     config, data, ranks = opened.config, opened.data, opened.ranks
     staleness = config.distributed.staleness
-    observer = RunObserver(config, ranks, opened.learners[0], on_step=publishing.stepped)
+
+    def stepped() -> None:
+        publishing.stepped()
+        for hook in hooks:
+            hook.after_step(run_state.steps)
+
+    observer = RunObserver(config, ranks, opened.learners[0], on_step=stepped)
+    for hook in hooks:
+        hook.begin(opened.learners[0].model)
     course = None
     if config.eval.every_steps is not None:
         evaluate = partial(_evaluate_on_the_way, opened, run_state, sink)

@@ -364,3 +364,33 @@ def test_a_model_that_stops_an_iteration_does_not_end_the_data() -> None:
     with pytest.raises(RuntimeError, match="StopIteration"):
         pipeline.progress(iter(batches_of(3)))
     assert pipeline.tickets == 0
+
+
+class CountingHook:
+    def __init__(self) -> None:
+        self.begun: list[nn.Module] = []
+        self.steps: list[int] = []
+
+    def begin(self, module: nn.Module) -> None:
+        assert not self.steps
+        self.begun.append(module)
+
+    def after_step(self, step: int) -> None:
+        self.steps.append(step)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_hooks_are_called_before_the_first_step_and_after_each(staleness: int) -> None:
+    made, hook = toy((spec(),)), CountingHook()
+    pipeline = create_train_pipeline(
+        made.model,
+        made.optimizer,
+        loss_of=loss_of,
+        accumulation=3,
+        staleness=staleness,
+        hooks=[hook],
+    )
+    run(pipeline, batches_of(7))
+    assert hook.steps == [1, 2, 3]  # the last window is short
+    run(pipeline, batches_of(3))
+    assert (hook.begun, hook.steps) == ([made.model], [1, 2, 3, 4])

@@ -15,12 +15,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from shoal import config, train
+from shoal import EmbeddingCollection, config, train
 from shoal.checkpoint import Contents, LoadOptions, load
+from shoal.comm import get_sync_run_hooks
 from shoal.config.build import build_parts, build_tables
 from shoal.errors import ConfigError, DataError
 from shoal.metrics import grouped_auc, log_loss
-from shoal.serve.loading import load_module
+from shoal.sync.checkpoints import load_module
 from shoal.train.folder import RunFolder, checkpoint_of
 
 ROWS = 640
@@ -294,7 +295,7 @@ def test_servers_and_exports_take_the_average(data: Path):
     url = checkpoint_of(RunFolder(result.folder))
     assert url is not None
     parts = [build_parts(made, made.model, offered=("item", "user"), num_dense=1) for _ in range(2)]
-    load_module(url, made, parts[0].module)
+    load_module(url, "deepfm", parts[0].module)
     names = frozenset({"optimizer:deepfm"})
     options = LoadOptions(tables=(), state=False, allow_unknown=names)
     found = load(url, Contents(modules={"deepfm": parts[1].module}), options=options)
@@ -303,3 +304,28 @@ def test_servers_and_exports_take_the_average(data: Path):
     for name, parameter in parts[0].module.named_parameters():
         assert torch.equal(parameter, average[name])
         assert not torch.equal(parameter, raw[name])
+
+
+class Steps:
+    """A hook that counts."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.tables = 0
+
+    def begin(self, module: torch.nn.Module) -> None:
+        assert not self.seen
+        self.tables += sum(isinstance(part, EmbeddingCollection) for part in module.modules())
+
+    def after_step(self, step: int) -> None:
+        self.seen.append(step)
+
+
+def test_hooks_of_a_run_are_called(data: Path):
+    hook = Steps()
+    run(settings(data), hooks=[hook, *get_sync_run_hooks()])
+    assert (hook.seen, hook.tables) == (list(range(1, 21)), 1)
+    part, _ = run(settings(data, checkpoint={"every_steps": 15, "full_every": 1}))
+    more = Steps()
+    run(settings(data, data={"epochs": 2}), resume=str(part.folder), hooks=[more])
+    assert more.seen == list(range(21, 41))

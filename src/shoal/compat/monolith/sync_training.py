@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from shoal.comm.launch import init
 from shoal.comm.launch_environment import open_mpi
 from shoal.compat.monolith.byteps import NodeEnvironment, apply_environment, node_environment
 from shoal.errors import DeviceUnavailable, ShoalError
+from shoal.pipeline.train_pipeline import RunHook
 
 Config = TypeVar("Config")
 Start = Callable[[backends.Choice], backends.Started]
@@ -287,18 +288,6 @@ def apply_session_config(config: SessionConfig) -> torch.device | None:
 
 
 TELEMETRY_STEPS = 50
-
-
-class RunHook(Protocol):
-    """Called by a training loop: once with the model before the first step, then after each."""
-
-    def begin(self, module: torch.nn.Module) -> None:
-        """Before the first step."""
-        ...
-
-    def after_step(self, step: int) -> None:
-        """After step number `step`, which counts from 1."""
-        ...
 
 
 class BroadcastInitialState:

@@ -1,0 +1,121 @@
+"""Names of TorchRec and TorchEasyRec, for scripts that call them; docs/names.md has the others.
+
+Batches are Shoal's: `KeyedRagged.from_torchrec` views a KeyedJaggedTensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from shoal import distributed
+from shoal.comm import Mesh, init
+from shoal.distributed.model import DenseWrapper, Placing
+from shoal.embedding.collection import EmbeddingCollection
+from shoal.errors import ConfigError, InputError
+from shoal.pipeline import TrainPipeline, create_train_pipeline
+
+__all__ = [
+    "DistributedModelParallel",
+    "TrainPipelineSparseDist",
+    "create_train_pipeline",
+    "import_weights",
+    "init_process_group",
+]
+
+
+def init_process_group() -> tuple[torch.device, str]:
+    """Start the ranks of this job: (this rank's device, "nccl", "gloo" or, for one, "local").
+
+    Raises: as `shoal.comm.init`.
+    """
+    mesh = init()
+    return mesh.device, mesh.backend
+
+
+def DistributedModelParallel(  # noqa: N802 - a name of TorchRec's, a factory in TorchEasyRec, too
+    module: nn.Module,
+    env: Mesh | None = None,
+    device: torch.device | None = None,
+    plan: Placing = None,
+    sharders: Sequence[object] | None = None,
+    init_data_parallel: bool = True,
+    init_parameters: bool = True,
+    data_parallel_wrapper: DenseWrapper = "ddp",
+) -> distributed.DistributedModelParallel:
+    """Place the tables of a module on ranks, and replicate or split its dense part.
+
+    Args:
+        module: on this rank's device.
+        env: the ranks; None takes those of the job.
+        device: this rank's, or None.
+        plan: a plan, a placement, or sharding types by table.
+        sharders: None: a sharding type is a value of the plan.
+        init_data_parallel, init_parameters: True: both happen when the model is made.
+        data_parallel_wrapper: "ddp" or "fsdp2".
+
+    Raises:
+        ConfigError: an argument that has no meaning here, or as the class itself.
+    """
+    mesh = env or init()
+    for name, got, fits in (
+        ("device", device, device is None or torch.device(device) == mesh.device),
+        ("sharders", sharders, not sharders),
+        ("init_data_parallel", init_data_parallel, init_data_parallel),
+        ("init_parameters", init_parameters, init_parameters),
+    ):
+        if not fits:
+            remedy = "Leave it out; docs/names.md says what takes its place."
+            raise ConfigError(f"{name} of DistributedModelParallel", got, "its default", remedy)
+    return distributed.DistributedModelParallel(
+        module, plan, mesh=mesh, dense=data_parallel_wrapper
+    )
+
+
+def TrainPipelineSparseDist(  # noqa: N802 - TorchRec's name
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device | None = None,
+    execute_all_batches: bool = True,
+    check_all_workers_data_status: bool = False,
+) -> TrainPipeline:
+    """`create_train_pipeline` in TorchRec's order of arguments; exact, at staleness 0."""
+    return create_train_pipeline(
+        model,
+        optimizer,
+        check_all_workers_data_status,
+        device=device,
+        execute_all_batches=execute_all_batches,
+    )
+
+
+def import_weights(tables: EmbeddingCollection, source: nn.Module) -> dict[str, int]:
+    """Write the weights of an EmbeddingBagCollection or EmbeddingCollection into tables.
+
+    Row i of a table becomes the row of id i. Over ranks all of them call this.
+
+    Args:
+        tables: with a table of each name, of that width.
+        source: TorchRec's, on one rank, not sharded.
+
+    Returns:
+        rows by table.
+
+    Raises:
+        InputError: a module without `embedding_bags` or `embeddings`.
+        UnknownName: a table that `tables` does not have.
+        ShapeError: another width.
+    """
+    parts = getattr(source, "embedding_bags", None) or getattr(source, "embeddings", None)
+    if not isinstance(parts, nn.ModuleDict):
+        allowed, remedy = "an EmbeddingBagCollection", "Give the module itself, not sharded."
+        raise InputError("tables to import", type(source).__name__, allowed, remedy)
+    rows = {}
+    for name, part in parts.items():
+        weights_ND = part.get_parameter("weight").detach()
+        rows[name] = len(weights_ND)
+        ids_N = torch.arange(len(weights_ND), device=tables.shard.device)
+        tables.table(name).assign(ids_N, weights_ND.to(ids_N.device))
+    return rows

@@ -1,0 +1,82 @@
+"""Names of TorchRec and TorchEasyRec."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shoal import DistributedModelParallel, EmbeddingCollection, Feature, Layout, LayoutSlice, comm
+from shoal.compat import torchrec
+from shoal.errors import ConfigError, InputError, ShapeError, UnknownName
+from shoal.pipeline import TrainPipeline
+from shoal.ragged import KeyedRagged
+from support.pipeline_runs import spec, toy
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Any:
+    yield
+    comm.shutdown()
+
+
+def collection(name: str = "t") -> EmbeddingCollection:
+    made = spec(name)
+    layout = Layout("out", "concat", (LayoutSlice("f", made.segments[0].name),))
+    return EmbeddingCollection([made], [Feature("f", name)], [layout])
+
+
+class Bags(nn.Module):
+    """As TorchRec's EmbeddingBagCollection keeps its tables."""
+
+    def __init__(self, **widths: int) -> None:
+        super().__init__()
+        bags = {name: nn.EmbeddingBag(5, dim) for name, dim in widths.items()}
+        self.embedding_bags = nn.ModuleDict(bags)
+
+
+def test_weights_of_an_embedding_bag_collection_are_rows_by_number() -> None:
+    tables = collection()
+    source = Bags(t=tables.tables["t"].dim)
+    assert torchrec.import_weights(tables, source) == {"t": 5}
+    ids = KeyedRagged.from_lists({"f": [[3], [0, 4]]})
+    weight = source.embedding_bags["t"].weight
+    expected = torch.stack([weight[3], weight[0] + weight[4]])
+    torch.testing.assert_close(tables.eval()(ids)["out"], expected)
+
+
+def test_weights_that_do_not_fit_are_refused() -> None:
+    tables = collection()
+    with pytest.raises(UnknownName, match="other"):
+        torchrec.import_weights(tables, Bags(other=4))
+    with pytest.raises(ShapeError):
+        torchrec.import_weights(tables, Bags(t=tables.tables["t"].dim + 1))
+    with pytest.raises(InputError, match="Linear"):
+        torchrec.import_weights(tables, nn.Linear(1, 1))
+
+
+def test_ranks_start_and_a_model_trains_under_the_names_of_torchrec() -> None:
+    device, backend = torchrec.init_process_group()
+    assert (device.type, backend) == (comm.init().device.type, comm.init().backend)
+    made = toy((spec(),))
+    pipeline = torchrec.TrainPipelineSparseDist(made.model, made.optimizer, torch.device("cpu"))
+    assert isinstance(pipeline, TrainPipeline)
+    model = torchrec.DistributedModelParallel(collection(), device=device)
+    assert isinstance(model, DistributedModelParallel)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"init_parameters": False},
+        {"init_data_parallel": False},
+        {"sharders": [object()]},
+        {"device": "meta"},
+    ],
+)
+def test_arguments_without_a_meaning_here_are_refused(given: dict[str, Any]) -> None:
+    (name,) = given
+    with pytest.raises(ConfigError, match=f"{name} of DistributedModelParallel"):
+        torchrec.DistributedModelParallel(collection(), **given)
