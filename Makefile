@@ -9,7 +9,7 @@ CORES := $(shell nproc 2>/dev/null || echo 2)
 CORE_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.inc) CMakeLists.txt pyproject.toml
 BUILD_TOOLS := scikit-build-core nanobind cmake ninja
 
-.PHONY: setup demo demo-hrm demo-ps demo-online test test-all check test-slow test-crash test-gpu test-gpu-dist test-tfserving tsan bench format clean
+.PHONY: setup demo demo-hrm demo-ps demo-online test test-all check test-slow test-crash fuzz test-gpu test-gpu-dist test-tfserving tsan bench format clean
 
 setup: $(VENV)/.installed
 
@@ -60,6 +60,12 @@ test-slow: setup
 	$(BIN)/python -m pytest -m slow tests
 
 # 200 saves and more that are killed.
+# Damaged messages for the decoders of replicas and of servers, ten minutes each.
+FUZZ_S ?= 600
+fuzz: setup
+	PYTHONPATH=tests $(BIN)/python -W error::RuntimeWarning -m support.wire_fuzz sync --seconds $(FUZZ_S)
+	PYTHONPATH=tests $(BIN)/python -W error::RuntimeWarning -m support.wire_fuzz serve --seconds $(FUZZ_S)
+
 test-crash: setup
 	$(BIN)/python -m pytest -s tests/e2e/test_checkpoint_crash.py
 

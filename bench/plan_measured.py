@@ -34,11 +34,15 @@ def measured_of(found: dict[str, Any]) -> dict[str, Measured]:
         for name, (a, b) in zip(names, pairs, strict=True)
     )
     off = np.array([max(a / b, b / a) for a, b in pairs])
-    tau = kendall_tau(pairs)
+    tau = kendall_tau(pairs, noise=found["noise_s"])
     where = f"{found['ranks']} ranks of {found['device']}"
     # A tau of 0 or less is no value of a ratio; it is in the note.
     return {
-        TAU.name: Measured(ours=tau if tau > 0 else None, note=f"tau {tau:.2f} on {where}: {said}"),
+        TAU.name: Measured(
+            ours=tau if tau > 0 else None,
+            note=f"tau {tau:.2f} on {where}; steps that differ by less than "
+            f"{1e3 * found['noise_s']:.2f} ms, as turns of a plan do, are a tie: {said}",
+        ),
         ERROR.name: Measured(
             ours=float(off.max()),
             note=f"median {np.median(off):.2f}; " + "; ".join(found["rates"]),
@@ -46,12 +50,14 @@ def measured_of(found: dict[str, Any]) -> dict[str, Measured]:
     }
 
 
-def kendall_tau(pairs: list[tuple[float, float]]) -> float:
-    """Kendall's tau of (a, b): 1 the same order, -1 the opposite one."""
-    signs = [
-        np.sign(a - c) * np.sign(b - d) for k, (a, b) in enumerate(pairs) for c, d in pairs[k + 1 :]
-    ]
-    return float(np.mean(signs)) if signs else 1.0
+def kendall_tau(pairs: list[tuple[float, float]], *, noise: float = 0.0) -> float:
+    """Kendall's tau-b of (a, b): 1 the same order, -1 the opposite one.
+
+    Values of b that differ by `noise` or less are ties.
+    """
+    differences = [(a - c, b - d) for k, (a, b) in enumerate(pairs) for c, d in pairs[k + 1 :]]
+    signs = [np.sign(a) * np.sign(b) for a, b in differences if abs(b) > noise]
+    return float(np.sum(signs) / np.sqrt(len(signs) * len(differences))) if signs else 1.0
 
 
 def main() -> None:

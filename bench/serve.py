@@ -72,7 +72,7 @@ def measure(seconds: float, turns: int, run: Path | None) -> dict[str, Measured]
         folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
         run = run or trained(folder)
         examples = asked_about(run)
-        command = ["-m", "shoal.cli", "serve", str(run), "--grpc", "127.0.0.1:0"]
+        command = ["-m", "shoal.cli", "serve", str(run), "--compile", "--grpc", "127.0.0.1:0"]
         line = held.enter_context(server([*command, "--http", "127.0.0.1:0"], "gRPC"))
         grpc_address, http_address = re.findall(r"127\.0\.0\.1:\d+", line)
         line = held.enter_context(server([str(SCRIPT), "--plain", str(run)], "http"))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from harness import Case, Measured, add_json, as_row, conclude, percentile
 
 SCRIPT = Path(__file__).resolve()
 PACKAGES = ("torch", "pyzmq", "shoal")
-ROWS, DIM, TOUCHED_PER_S, STEP_ROWS = 1_000_000, 16, 100_000, 10_000
+ROWS, LOAD_ROWS, DIM, TOUCHED_PER_S, STEP_ROWS = 1_000_000, 10_000_000, 16, 100_000, 10_000
 MARK = -1  # the id of the row with the time
 FRESH = "an update is visible, {}, 2 replicas, 100 k rows/s"
 SLOWED = "processor time of training with a publisher"
@@ -64,14 +65,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_json(parser, "sync")
     parser.add_argument("--quick", action="store_true", help="a few seconds")
-    parser.add_argument("--rows", type=int, default=ROWS, help="of the checkpoint that is loaded")
+    parser.add_argument("--rows", type=int, help="of the checkpoint that is loaded")
     parser.add_argument("--replica", metavar="ADDRESS", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.replica:
         _follow(options.replica)
         return
     found = measure(seconds=3.0 if options.quick else 20.0, turns=2 if options.quick else 4)
-    found |= measure_load(options.rows, turns=2 if options.quick else 5) | measure_memory()
+    rows = options.rows or (ROWS if options.quick else LOAD_ROWS)
+    found |= measure_load(rows, turns=2 if options.quick else 4) | measure_memory()
     conclude([as_row(case, found.get(case.name)) for case in cases()], options.json, PACKAGES)
 
 
@@ -260,6 +262,9 @@ def _replicas(address: str, ages: list[float]) -> Iterator[None]:
         ]
         for one in every:
             assert one.stdout is not None and one.stdout.readline() == "ready\n"
+        for one in every:
+            assert one.stdin is not None
+            print("training", file=one.stdin, flush=True)
         yield
         for one in every:
             assert one.stdin is not None and one.stdout is not None
@@ -268,7 +273,7 @@ def _replicas(address: str, ages: list[float]) -> Iterator[None]:
 
 
 def _follow(address: str) -> None:
-    """Print the ages of the mark, looked up every 5 ms, until standard input ends."""
+    """Print the ages of the mark, looked up every 5 ms from a line of standard input on."""
     import threading
 
     import torch
@@ -278,9 +283,11 @@ def _follow(address: str) -> None:
 
     torch.set_num_threads(1)
     mark = IdGroups(torch.tensor([MARK]), torch.tensor([0, 1]), torch.zeros(1, dtype=torch.int32))
-    ended = threading.Event()
+    ended, first_s = threading.Event(), [math.inf]
 
     def wait() -> None:
+        sys.stdin.readline()
+        first_s[0] = time.monotonic() + 1.0  # before, the mark is from before the training
         sys.stdin.read()
         ended.set()
 
@@ -289,10 +296,10 @@ def _follow(address: str) -> None:
         while replica.status()[0].state != "AVAILABLE":
             time.sleep(0.01)
         print("ready", flush=True)
-        ages, first = [], time.monotonic() + 1.0  # the pass took longer than what follows
+        ages = []
         while not ended.wait(0.005):
             whole, part = replica.find(mark).weights[0][0, :2].tolist()
-            if time.monotonic() > first:
+            if time.monotonic() > first_s[0]:
                 ages.append((time.time() % 1e5) - whole - part)
     print(json.dumps(ages))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from harness import median
 from shoal.comm import init, shutdown
 from shoal.distributed.timed_steps import TableLoad, fitted, predicted, timed_steps
 from shoal.placement import (
@@ -88,6 +89,7 @@ def five_plans(*, device: str, quick: bool, **sizes: int | None) -> dict[str, An
         "ranks": mesh.world_size,
         "device": _device_name(mesh.device),
         "measured": {name: min(seconds) for name, seconds in found.items()},
+        "noise_s": median([sorted(some)[:2][-1] - min(some) for some in found.values()]),
         "predicted": {
             name: predicted(topology, loads, placement, load.batch)
             for name, placement in placements.items()

@@ -239,17 +239,22 @@ class Demo:
             title="AUC of each day", x_label="day of November", y_label="AUC",
             series=tuple(Series(name=n, x=axis, y=tuple(daily[n])) for n in NAMES),
         )  # fmt: skip
-        counts, edges = np.histogram(seen.staleness_s, bins=40)
-        middle = tuple((edges[:-1] + edges[1:]) / 2)
+        most_s = max(2.0, float(fresh[1]))
+        counts, edges = np.histogram(np.minimum(seen.staleness_s, most_s), 40, (0.0, most_s))
+        bars = np.concatenate([[0], np.repeat(counts, 2), [0]]).astype(float)
         ages = Chart(
-            title="How old live rows were", x_label="seconds", y_label="samples",
-            series=(Series(name="samples", x=middle, y=tuple(map(float, counts))),),
+            title="How old live rows were", y_label="samples",
+            x_label=f"seconds; the last bar has those of {most_s:.1f} s and more, too",
+            series=(Series(name="samples", x=tuple(np.repeat(edges, 2)), y=tuple(bars)),),
             y_from_zero=True,
         )  # fmt: skip
         charts = "".join(f"<section>{chart_html(chart)}</section>" for chart in (by_day, ages))
         file = self._out / "online.html"
-        told = "Live replicas against a model that is loaded once a day"
-        file.write_text(page("Flights, online", told, facts, f'<div class="grid">{charts}</div>'))
+        subtitle = (
+            f"Live replicas against a model that is loaded once a day: {len(days)} days of "
+            f"November, {self._day_s:g} s a day"
+        )
+        file.write_text(page("Flights, online", subtitle, facts, f'<div class="grid">{charts}</div>'))
         print(f"page: {file}")
         return 0
 

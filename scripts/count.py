@@ -40,17 +40,30 @@ BARS = {
     "modules on the trip": (9, 7),
     "lookup of 64 ids, us": (9.8, 8),
 }
-CEILINGS = {"code lines": 47_000, "python files": 210, "duplicates": 100}
+CEILINGS = {"code lines": 47_500, "python files": 210, "duplicates": 100}
 ELSEWHERE = (
     ("host ms of a 10-table SGD step on an H100", "1.2", "0.8", "python bench/table_gpu.py"),
     ("minutes of `make test` on 2 cores", "8", "5", "make test"),
 )
 # Rooms that were built on the house, and the lines that each may have.
-LATER = {"planner": 3_500, "ps": 3_900, "discovery": 600, "sync": 6_000, "serve": 4_500}
+LATER = {
+    "planner": 3_500,
+    "ps": 3_900,
+    "discovery": 600,
+    "sync": 6_000,
+    "serve": 4_500,
+    "learning": 6_000,  # features, models of several tasks; 1,000 more in rooms of the house
+}
 SHARED_LINES, SHARED_TOKENS = 6, 30
 # Files that count as another room's, the first that fits.
 MONOLITH = PurePosixPath("src/shoal/compat/monolith")
+DATA, MODELS = PurePosixPath("src/shoal/data"), PurePosixPath("src/shoal/models")
 COUNTED_AS = {
+    **{DATA / f"{name}.py": "learning" for name in ("expressions", "feature_set", "kinds")},
+    **{DATA / f"{name}.py": "learning" for name in ("quarantine", "values")},
+    **{MODELS / f"{name}.py": "learning" for name in ("crosses", "multi_task", "tasks")},
+    MODELS / "user_item.py": "learning",
+    PurePosixPath("src/shoal/optim/averaging.py"): "learning",
     PurePosixPath("src/shoal/cli/export.py"): "serve",
     PurePosixPath("src/shoal/cli/serve.py"): "serve",
     MONOLITH / "agent_service": "serve",

@@ -57,6 +57,7 @@ class BinaryResult:
         calibration: mean prediction over mean label.
         mean_prediction, mean_label: weighted means.
         bins: calibration by predicted probability.
+        grouped: AUC by group, of examples that had one; None where none had.
     """
 
     examples: int
@@ -68,6 +69,7 @@ class BinaryResult:
     mean_prediction: float
     mean_label: float
     bins: tuple[CalibrationBin, ...]
+    grouped: GroupedAuc | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +115,18 @@ class BinaryMetrics:
         self._sums = torch.zeros(4, self._bins, dtype=torch.float64, device="cpu")
         self._histogram = torch.zeros(2, HISTOGRAM_BUCKETS, dtype=torch.float64, device="cpu")
         self._kept: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        self._groups: list[Tensor] = []
 
     def update(
-        self, predictions_B: Tensor, labels_B: Tensor, weights_B: Tensor | None = None
+        self,
+        predictions_B: Tensor,
+        labels_B: Tensor,
+        weights_B: Tensor | None = None,
+        groups_B: Tensor | None = None,
     ) -> None:
         """Add a batch, on any device (waits for it); nothing changes when it raises.
+
+        groups_B: int64 [B], for the AUC by group; with all batches or none, and exact AUC.
 
         Raises:
             ShapeError: not [B], or sizes that differ.
@@ -130,6 +139,8 @@ class BinaryMetrics:
         self._histogram += _histogram_of(scores_B, labels_B, weights_B)
         if self._exact_auc:
             self._kept.append((scores_B, labels_B, weights_B))
+            if groups_B is not None:
+                self._groups.append(groups_B.detach().cpu())
 
     def merge(self, other: BinaryMetrics) -> None:
         """Add what another accumulator of the same settings has seen.
@@ -145,6 +156,7 @@ class BinaryMetrics:
         self._sums += other._sums
         self._histogram += other._histogram
         self._kept += other._kept
+        self._groups += other._groups
 
     def totals(self) -> Tensor:
         """All sums as float64 numbers on the CPU, which may be added up over ranks."""
@@ -192,11 +204,19 @@ class BinaryMetrics:
             mean_prediction=_ratio(prediction, weight),
             mean_label=mean_label,
             bins=_bins_of(self._sums),
+            grouped=self._kept_groups() if self._groups else None,
         )
 
     def _kept_auc(self) -> float:
+        return _auc_of(*self._every())
+
+    def _kept_groups(self) -> GroupedAuc:
+        scores, labels, weights = self._every()
+        return grouped_auc(scores, labels, torch.cat(self._groups), weights)
+
+    def _every(self) -> tuple[Tensor, Tensor, Tensor | None]:
         scores, labels, weights = zip(*self._kept, strict=True)
-        return _auc_of(torch.cat(scores), torch.cat(labels), _joined_weights(scores, weights))
+        return torch.cat(scores), torch.cat(labels), _joined_weights(scores, weights)
 
 
 def auc(predictions_B: Tensor, labels_B: Tensor, weights_B: Tensor | None = None) -> float:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -66,13 +66,27 @@ def test_it_serves_a_run_until_it_is_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_follows_a_run_that_trains(tmp_path: Path) -> None:
-    """At the end it predicts what the run's checkpoint does."""
+@pytest.mark.parametrize("shares", [0, 2])
+def test_it_follows_a_run_that_trains(shares: int, tmp_path: Path) -> None:
+    """At the end it predicts what the run's checkpoint does; also with rows in other processes."""
     publisher = f"tcp://127.0.0.1:{free_port()}"
     file = tmp_path / "run.yaml"
     publish = {"address": publisher, "every_s": 0.05, "dense_every_s": 0.1, "linger_s": 60.0}
     file.write_text(yaml.safe_dump({**TINY, "publish": publish}))
-    with process("serve", str(file), "--follow", publisher, *PORTS, cwd=tmp_path) as running:
+    rows = [f"127.0.0.1:{free_port()}" for _ in range(shares)]
+    options = [
+        ["--role", "ps", "--index", str(k), "--of", str(shares), "--grpc", address]
+        for k, address in enumerate(rows)
+    ]
+    options.append([part for one in rows for part in ("--role", "entry", "--ps", one)])
+    with ExitStack() as stack:
+        started = [
+            stack.enter_context(
+                process("serve", str(file), "--follow", publisher, *PORTS, *own, cwd=tmp_path)
+            )
+            for own in options
+        ]
+        running = started[-1]
         grpc_address, http_address = addresses(running)
         assert httpx.get(f"http://{http_address}/healthz").status_code == 503
         with process("train", str(file), cwd=tmp_path) as trainer:
@@ -104,6 +118,7 @@ def test_options_that_do_not_go_together(tmp_path: Path) -> None:
         ["--role", "entry"],
         ["--ps", "127.0.0.1:1"],
         ["--index", "1"],
+        ["--of", "2"],
         ["--follow", "tcp://127.0.0.1:1", "--version", "1"],
     ):
         result = CliRunner().invoke(app, ["serve", str(tmp_path), *options])

@@ -16,6 +16,7 @@ from shoal import config as settings
 from shoal.checkpoint import CheckpointStore, Contents, LoadOptions, load, load_share
 from shoal.comm.transport import Secret
 from shoal.config.build import build_parts, open_data
+from shoal.serve.loading import FolderSource, ServedShare
 from shoal.sync.replica import Replica
 from shoal.table.factory import make_shard
 from shoal.table.hosting import HostedTables
@@ -29,7 +30,7 @@ from support.small_runs import small_run
 def test_a_replica_ends_with_the_rows_of_the_run(ranks: int, tmp_path: Path) -> None:
     port = free_port()
     token = tmp_path / "token"
-    token.write_text("between us")
+    token.write_text("between the two of us")
     publish = {"every_s": 0.05, "dense_every_s": 0.1, "linger_s": 60.0}
     file = small_run(tmp_path, examples=20_000, publish=publish)
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
@@ -48,7 +49,8 @@ def test_a_replica_ends_with_the_rows_of_the_run(ranks: int, tmp_path: Path) -> 
         run = settings.load(str(file), ())
         data = open_data(run)
         parts = build_parts(run, run.model, offered=data.features, num_dense=data.num_dense)
-        with Replica(parts.tables, addresses, every_s=0.02, secret=Secret("between us")) as replica:
+        secret = Secret.of_file(str(token))
+        with Replica(parts.tables, addresses, every_s=0.02, secret=secret) as replica:
             try:
                 printed, _ = trainer.communicate(timeout=240)
             finally:
@@ -94,6 +96,9 @@ def test_parameter_servers_publish_their_rows(tmp_path: Path) -> None:
         with Replica(tables, publishers, every_s=0.02) as replica:
             printed, _ = trainer.communicate(timeout=240)
             assert trainer.returncode == 0, printed
+            (folder,) = (tmp_path / "runs").iterdir()
+            dense = FolderSource(folder, ServedShare(role="dense"))  # as an entry loads it
+            assert dense.load(dense.newest() or 0).signature.inputs
             for server in started[:2]:
                 server.send_signal(signal.SIGTERM)
             for server in started[:2]:

@@ -87,12 +87,21 @@ SPLIT = {
     "model": {"kind": "dcn", "hidden": [4]},
     "distributed": {"dense": "fsdp2", "placement": "grid"},
 }
+WATCHED = {
+    "eval": {"batch_size": 100, "every_steps": 9, "early_stop": {"metric": "auc", "patience": 2}},
+    "checkpoint": {"keep_best": "log_loss", "every_steps": 7},
+    "dense_optimizer": {
+        "kind": "sgd",
+        "lr": {"kind": "piecewise", "boundaries": [20], "values": [0.05, 50]},
+    },
+}
 CASES = {
     "plain": PLAIN,
     "accumulated": ACCUMULATED,
     "normed": NORMED,
     "admitted": ADMITTED,
     "split": SPLIT,
+    "watched": WATCHED,
 }
 
 
@@ -130,6 +139,16 @@ def test_two_ranks_train_the_model_of_one(runs: tuple[list[Any], list[Any]], cas
     loose = 2e-3 if list(CASES)[case] == "admitted" else 1e-4  # bfloat16 rounds either way
     for model, sheet in alone[0].items():
         assert both[0][model] == pytest.approx(sheet, rel=loose), model
+
+
+def test_ranks_stop_early_together_and_keep_the_same_best(
+    runs: tuple[list[Any], list[Any]],
+) -> None:
+    alone, both = (side[list(CASES).index("watched")] for side in runs)
+    assert alone[2][2] < 2 * -(-TRAIN // BATCH)
+    one, two = (json.loads((run[3] / "best.json").read_text()) for run in (alone, both))
+    assert two == {**one, "value": pytest.approx(one["value"], rel=1e-4)}
+    assert (both[3] / "checkpoints" / two["checkpoint"]).is_dir()
 
 
 def points(folder: Path) -> list[dict[str, Any]]:
@@ -342,3 +361,23 @@ def test_a_wrong_config_is_told_and_ends_with_2(tmp_path: Path) -> None:
     for code, _, err in found:
         assert code == 2
         assert "unknown kind of model" in err
+
+
+def batch_and_steps(folder: Path, changes: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
+    result = train.run(settings(folder, changes), console=SILENT)
+    return result.steps, dict(result.metrics["deepfm"])
+
+
+def test_rates_and_batches_grow_with_the_number_of_ranks(tmp_path: Path) -> None:
+    base = {**DATA, "source": {**SOURCE, "examples": 992}}
+    grown = {"data": base, "distributed": {"lr_scaling": "sqrt", "batch_scaling": "linear"}}
+    table = {**TABLE, "optimizer": {"kind": "adagrad", "lr": 0.3 * 2**0.5}}
+    by_hand = {
+        "data": {**base, "batch_size": 2 * BATCH},
+        "tables": {"default": table},
+        "dense_optimizer": {"kind": "sgd", "lr": 0.05 * 2**0.5},
+    }
+    (two, _) = run_ranks(2, batch_and_steps, tmp_path / "two", grown, timeout_s=100)
+    steps, sheet = batch_and_steps(tmp_path / "one", by_hand)
+    assert (two[0], steps) == (32, 32)
+    assert two[1] == pytest.approx(sheet, rel=1e-4)

@@ -40,7 +40,10 @@ from shoal.table.rows import real_dtype
 from shoal.table.spec import Segment, TableSpec
 from support.counted_updates import end_with_parent
 
-__all__ = ["CORPUS", "Fuzzer", "ServerProcess", "corpus", "send_bytes"]
+__all__ = [
+    *("CORPUS", "GREETING", "READY"),
+    *("Fuzzer", "ServerProcess", "corpus", "frame", "send_bytes"),
+]
 
 Parts = list[bytes]
 """Of a message: the request's number, head, frames."""
@@ -281,7 +284,7 @@ class Fuzzer:
             data = (
                 GREETING
                 + READY
-                + b"".join(_frame(part, more=n + 1 < len(sent)) for n, part in enumerate(sent))
+                + b"".join(frame(part, more=n + 1 < len(sent)) for n, part in enumerate(sent))
             )
         if chance.random() < 0.9:
             data = _spoiled_bytes(data, chance)
@@ -384,13 +387,14 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + byt
 """Of ZMTP 3.0."""
 
 
-def _frame(body: bytes, *, more: bool = False, flags: int = 0, size: int | None = None) -> bytes:
+def frame(body: bytes, *, more: bool = False, flags: int = 0, size: int | None = None) -> bytes:
+    """A frame as ZMTP has it; flags 4 is a command. `size` may be another than the body's."""
     size = len(body) if size is None else size
     flags |= more | (2 if size > 255 else 0)
     return bytes([flags]) + (struct.pack(">Q", size) if size > 255 else bytes([size])) + body
 
 
-READY = _frame(b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER", flags=4)
+READY = frame(b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER", flags=4)
 
 
 def corpus() -> list[dict[str, Any]]:

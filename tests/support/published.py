@@ -34,7 +34,7 @@ SPECS = (
     TableSpec(name="exact", segments=(Segment(dim=2),), dtype="float64"),
 )
 WAIT_S = 60.0
-SECRET = Secret("a token")
+SECRET = Secret("a token of the tests")
 
 
 def trainers(count: int, placement: Placement | None = None) -> list[HostedTables]:

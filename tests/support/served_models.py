@@ -74,6 +74,8 @@ def serving_sources(
 class EchoModel:
     """Doubles numbers; counts the batches that it ran."""
 
+    is_local = True
+
     def __init__(self, name: str = "echo", version: int = 1) -> None:
         self.name, self.version = name, version
         tensors = (ServedTensor("x", "float32", (-1,)),)

@@ -34,7 +34,7 @@ RUNNABLE = [
 ]
 BLOCK = re.compile(r"^```python\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-KEY_ROW = re.compile(r"^\| `([A-Za-z_.]+)` \|", flags=re.MULTILINE)
+KEY_ROW = re.compile(r"^\| `([A-Za-z0-9_.]+)` \|", flags=re.MULTILINE)
 
 
 def name_of(page: Path) -> str:

@@ -151,19 +151,25 @@ def random_batch(size: int, *, scale: float = 2.0) -> tuple[Tensor, Tensor, Tens
 @pytest.mark.parametrize("exact_auc", [True, False])
 def test_batches_merges_and_the_whole_agree(exact_auc: bool) -> None:
     scores, labels, weights = random_batch(1000)
+    groups = torch.arange(1000) // 7 % 30
     whole = BinaryMetrics(exact_auc=exact_auc)
-    whole.update(scores, labels, weights)
+    whole.update(scores, labels, weights, groups)
     parts = [BinaryMetrics(exact_auc=exact_auc) for _ in range(2)]
     for part, span in zip(
         (0, 1, 0), (slice(0, 100), slice(100, 100), slice(100, 1000)), strict=True
     ):
-        parts[part].update(scores[span], labels[span], weights[span])
+        parts[part].update(scores[span], labels[span], weights[span], groups[span])
     parts[1].merge(parts[0])
     got, want = parts[1].compute(), whole.compute()
     assert got.examples == want.examples == 1000
     for field in dataclasses.fields(got):
-        if field.name != "bins":
+        if field.name not in ("bins", "grouped"):
             assert getattr(got, field.name) == pytest.approx(getattr(want, field.name), rel=1e-9)
+    by_group = metrics.grouped_auc(scores, labels, groups, weights) if exact_auc else None
+    assert want.grouped == by_group
+    if by_group is not None:
+        assert got.grouped is not None
+        assert got.grouped.auc == pytest.approx(by_group.auc, rel=1e-9)
 
 
 def test_result_agrees_with_the_functions() -> None:

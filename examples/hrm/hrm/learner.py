@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from hrm.adam_atan2 import AdamATan2
 from hrm.carry import Batch, Carry, Outputs
-from hrm.ema import ParameterAverage
 from hrm.losses import LossKind, act_loss
 from hrm.model import ReasoningModel, exploration
 from hrm.model_config import ModelConfig
@@ -20,6 +19,7 @@ from hrm.puzzle_table import TABLE, PuzzleTable
 from hrm.sampler import Share, TestWindow
 from hrm.schedule import WarmupCosine
 from shoal import DistributedModelParallel, SparseOptimizer, comm
+from shoal.optim import ParameterAverage
 
 __all__ = ["Learner", "LearnerConfig", "Placing", "PuzzleModel"]
 

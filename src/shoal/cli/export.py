@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -12,28 +11,17 @@ from shoal.cli.run import Run
 from shoal.cli.shell import Debug, argument, clean_errors, console, option, print_line
 
 
-class _Mode(str, Enum):
-    standalone = "standalone"
-    distributed = "distributed"
-    dense = "dense"
-
-
-class _RowDType(str, Enum):
-    float32 = "float32"
-    float16 = "float16"
-
-
 def export(
     run: Run,
     folder: Annotated[Path, argument("DIR", "Folder of all versions of the model.")],
     mode: Annotated[
-        _Mode,
+        Literal["standalone", "distributed", "dense"],
         typer.Option(help="One bundle, an entry and shards of rows, or the dense module only."),
-    ] = _Mode.standalone,
+    ] = "standalone",
     shards: Annotated[
         int, typer.Option(metavar="N", help="Shards of rows in a distributed export.")
     ] = 1,
-    dtype: Annotated[_RowDType, typer.Option(help="Of rows.")] = _RowDType.float32,
+    dtype: Annotated[Literal["float32", "float16"], typer.Option(help="Of rows.")] = "float32",
     version: Annotated[
         int | None, option("N", "Number of the version; by default the step of the checkpoint.")
     ] = None,
@@ -73,13 +61,13 @@ def export(
             checkpoint,
             folder,
             num_dense=num_dense,
-            mode=mode.value,
+            mode=mode,
             shards=shards,
-            dtype=dtype.value,
+            dtype=dtype,
             version=version,
             keep=keep,
         )
-        bundle = open_bundle(path / "entry" if mode is _Mode.distributed else path)
+        bundle = open_bundle(path / "entry" if mode == "distributed" else path)
         if bundle.signature.dense_problem is not None:
             print_line(out, f"no dense.pt2, only dense.pt: {bundle.signature.dense_problem}")
         print_line(out, f"exported: {path}")

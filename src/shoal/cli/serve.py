@@ -5,10 +5,9 @@ from __future__ import annotations
 import signal
 import threading
 from contextlib import ExitStack
-from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -17,22 +16,6 @@ from shoal.cli.shell import Debug, argument, clean_errors, console, option, prin
 if TYPE_CHECKING:
     from shoal.config import RunConfig
     from shoal.serve.loading import VersionSource
-
-
-class _Role(str, Enum):
-    all = "all"
-    entry = "entry"
-    ps = "ps"
-
-
-class _ServedDType(str, Enum):
-    float32 = "float32"
-    float16 = "float16"
-
-
-class _Layout(str, Enum):
-    service = "service"
-    binding = "binding"
 
 
 def serve(
@@ -58,8 +41,12 @@ def serve(
         str | None, option("FILE", "The secret of the publishers (publish.token_file).")
     ] = None,
     role: Annotated[
-        _Role, typer.Option(help="All, the rows of one share, or all but the rows.")
-    ] = _Role.all,
+        Literal["all", "entry", "ps", "dense"],
+        typer.Option(
+            help="All; all but the rows, which others have; the rows of one share; or the dense "
+            "module alone."
+        ),
+    ] = "all",
     index: Annotated[int, typer.Option(metavar="I", help="Which share of rows, for ps.")] = 0,
     of: Annotated[int, typer.Option(metavar="N", help="How many shares of rows there are.")] = 1,
     ps: Annotated[
@@ -79,9 +66,17 @@ def serve(
         str | None, option("FILE", "Root of the TLS of the servers of rows, PEM.")
     ] = None,
     dtype: Annotated[
-        _ServedDType | None,
+        Literal["float32", "float16", "int8"] | None,
         typer.Option(help="Of rows; by default as trained.", show_default=False),
     ] = None,
+    compile: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            help="Compile the dense module, a minute the first time; results may differ in the "
+            "last digits.",
+        ),
+    ] = False,
     token_file: Annotated[
         str | None, option("FILE", "A secret that callers must send: authorization: Bearer TOKEN.")
     ] = None,
@@ -99,8 +94,9 @@ def serve(
         option("ZOOKEEPER", "Register the server and its state there: zookeeper://HOST:PORT/BZID."),
     ] = None,
     layout: Annotated[
-        _Layout, typer.Option(help="Of Monolith's two, which it registers in.")
-    ] = _Layout.service,
+        Literal["service", "binding"],
+        typer.Option(help="Of Monolith's two, which it registers in."),
+    ] = "service",
     replica: Annotated[
         int, typer.Option(metavar="N", help="Number among equal servers, for --discovery.")
     ] = 0,
@@ -119,7 +115,7 @@ def serve(
 
       shoal serve runs/flights-20131101-120000
 
-      shoal serve examples/flights.yaml --follow tcp://127.0.0.1:7100
+      shoal serve examples/flights.yaml --follow tcp://127.0.0.1:7100 --dtype int8
 
       shoal serve exported --role ps --index 0 --of 2 --grpc 127.0.0.1:8600
 
@@ -141,9 +137,11 @@ def serve(
         shares = [one.split(",") for one in ps or ()]
         wrong = {
             "tls_key": (tls_key is None) != (tls_certificate is None),
-            "ps": (role is _Role.entry) != bool(shares),
+            "ps": (role == "entry") != bool(shares),
             "index": not 0 <= index < of,
-            "follow": bool(follow) and (role is not _Role.all or version is not None),
+            "of": of != 1 and role != "ps",
+            "follow": bool(follow) and version is not None,
+            "compile": compile and role == "ps",
         }
         for option_name, is_wrong in wrong.items():
             if is_wrong:
@@ -151,15 +149,17 @@ def serve(
                     f"option --{option_name.replace('_', '-')} of shoal serve",
                     got="options that do not go together",
                     allowed="--tls-key with --tls-certificate, --ps with --role entry, "
-                    "--index below --of, --follow alone",
+                    "--index below --of, --of with --role ps, --follow without --version, "
+                    "--compile with a dense module",
                     remedy="See shoal serve --help.",
                 )
         ps_token = Secret.of_file(ps_token_file)
         share = ServedShare(
-            role=role.value,
+            role=role,
             index=index,
             of=len(shares) or of,
-            dtype=None if dtype is None else dtype.value,
+            dtype=dtype,
+            compile=compile,
             addresses=tuple(map(tuple, shares)),
             timeout_s=ps_timeout_s,
             token=None if ps_token is None else ps_token.token,
@@ -170,15 +170,22 @@ def serve(
         if follow:
             secret = Secret.of_file(follow_token_file)
             followed = _config(run)
-            if followed.distributed.path == "ps":
+            by_servers = followed.distributed.path == "ps"
+            if by_servers and role != "ps":
                 raise ConfigError(
                     "option --follow of shoal serve",
                     got="a run on parameter servers",
-                    allowed="a run whose own ranks publish",
-                    remedy="Its servers publish no dense weights: serve its run folder.",
+                    allowed="a run whose own ranks publish, or --role ps",
+                    remedy="Its servers publish rows only: follow them with --role ps, and serve "
+                    "its run folder with --role entry.",
                 )
             source = FollowedSource(
-                followed, follow, share, name=name, secret=secret, checkpoint=_checkpoint(run)
+                followed,
+                follow,
+                share,
+                name=name,
+                secret=secret,
+                checkpoint=None if by_servers else _checkpoint(run),
             )
         else:
             source = FolderSource(_folder(run), share, name=name, version=version)
@@ -207,7 +214,7 @@ def serve(
                 part = ServedPart(
                     bzid=bzid,
                     model=source.name.partition(":")[0],
-                    sub_graph=f"ps_{index}" if role is _Role.ps else "entry",
+                    sub_graph={"ps": f"ps_{index}", "dense": "dense"}.get(role, "entry"),
                     replica=replica,
                 )
                 register = partial(
@@ -216,7 +223,7 @@ def serve(
                     part,
                     announce or server.grpc_address,
                     http=server.http_address,
-                    layout=layout.value,
+                    layout=layout,
                 )
                 registered = BackgroundRegistration(register, lambda: models.ready, done)
                 stack.enter_context(registered)

@@ -49,7 +49,7 @@ class BackendFlags:
         "MONOLITH_WITH_OPTIMIZED_HOROVOD",
         0,
         SWITCH,
-        "as MONOLITH_WITH_HOROVOD: sizes are exchanged with the data here",
+        "as MONOLITH_WITH_HOROVOD; gradients stay as they are, Monolith sends them as float16",
     )
     horovod_fid_g2g: int = _flag("MONOLITH_WITH_HOROVOD_FID_G2G", 1, SWITCH, _WAY)
     horovod_fwd_g2g: int = _flag("MONOLITH_WITH_HOROVOD_FWD_G2G", 1, SWITCH, _WAY)
@@ -68,7 +68,10 @@ class BackendFlags:
         "MONOLITH_WITH_BYTEPS_BWD_CAST", 32, (16, 32), "16: gradients travel as float16"
     )
     byteps_bwd_fake_cast: int = _flag(
-        "MONOLITH_WITH_BYTEPS_BWD_FAKE_CAST", 0, SWITCH, "accepted; nothing is cast twice"
+        "MONOLITH_WITH_BYTEPS_BWD_FAKE_CAST",
+        0,
+        SWITCH,
+        "accepted; Monolith sends zeros, to measure",
     )
     byteps_fwd_gdr: int = _flag(
         "MONOLITH_WITH_BYTEPS_FWD_GDR",

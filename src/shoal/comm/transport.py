@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal import errors
+from shoal.comm.unread import UnreadLimit
 from shoal.errors import ConfigError, ServerLost, ShoalError
 
 if TYPE_CHECKING:
@@ -43,10 +44,12 @@ _LINGER_MS = 1000
 MOST_BYTES = 1 << 31  # of a frame, unless told
 _MOST_HEAD = 1 << 20  # bytes
 _MOST_FRAMES = 16
+_LEAST_TOKEN = 16  # characters
 _MESSAGES = 8  # of one client, that wait in a socket; requests to one server under way at once
 _FULL_MS = 50  # how often a socket is tried that takes no more
 _QUIET_MS = 200  # how often a thread looks whether it should end
 _BEAT_MS = 5000  # how often a connection is tried
+_STRANGER = "its greeting failed: it has another token than this process, or one of them has none"
 _DEAD_MS = 20_000  # without a sign of life it is closed, and made again; more than a frame takes
 
 
@@ -99,32 +102,32 @@ class Secret:
 
     The server's key pair is made from it, so only who knows the token can connect, and only to a
     server that knows it.
+
+    Raises:
+        ConfigError: a token of fewer than 16 characters.
     """
 
     token: str = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.token) < _LEAST_TOKEN:
+            raise _refused_token("token", f"{len(self.token)} characters")
 
     @classmethod
     def of_file(cls, path: str | None) -> Secret | None:
         """What a file holds, but for blanks around it; None of no file.
 
         Raises:
-            ConfigError: the file cannot be read, or is empty.
+            ConfigError: the file cannot be read, or its text is too short.
         """
         if path is None:
             return None
         try:
             token = Path(path).read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
-            token, reason = "", str(error)
-        else:
-            reason = "an empty file"
-        if not token:
-            raise ConfigError(
-                "file of a token",
-                got=f"{path}: {reason}",
-                allowed="a file with a text of any length",
-                remedy="Give servers and workers one file that only they can read.",
-            )
+            raise _refused_token("file of a token", f"{path}: {error}") from None
+        if len(token) < _LEAST_TOKEN:
+            raise _refused_token("file of a token", f"{path}: {len(token)} characters")
         return cls(token)
 
     def _server_key(self) -> bytes:
@@ -145,6 +148,16 @@ class Secret:
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
 
 
+def _refused_token(what: str, got: str) -> ConfigError:
+    return ConfigError(
+        what,
+        got=got,
+        allowed=f"a random text of {_LEAST_TOKEN} characters or more",
+        remedy="Make one with `openssl rand -hex 32`, in a file that only servers and workers can "
+        "read: who records a greeting can try short ones out.",
+    )
+
+
 class Server:
     """Answers requests of any number of clients, several at once, in the order they come.
 
@@ -155,7 +168,9 @@ class Server:
         address: "tcp://HOST:PORT"; port 0 takes a free one.
         handler: makes replies; frames are good until it returns.
         threads: handlers at work at once.
-        most_bytes: of a frame; who sends more is disconnected before memory is taken.
+        most_bytes: of a frame; who sends more is disconnected before memory is taken. So is who
+            brings more than nine times as much that nobody has read, and who brings most when
+            all connections have brought more than `waiting` times as much.
         waiting: requests that may wait for a thread.
         secret: what clients must know; None: anybody may connect.
 
@@ -184,6 +199,9 @@ class Server:
         self._socket.rcvhwm = _MESSAGES
         self._socket.sndhwm = 2 * _MESSAGES  # replies above are dropped; some were given up
         _watch(self._socket)
+        self._unread = UnreadLimit(
+            self._socket, each=(_MESSAGES + 1) * most_bytes, together=waiting * most_bytes
+        )
         if secret is not None:
             secret.guard(self._socket)
         try:
@@ -197,6 +215,12 @@ class Server:
                 remedy="Choose another, or stop who has it.",
             ) from None
         self.address: str = self._socket.last_endpoint.decode()
+        if secret is None and not self.address.startswith(("tcp://127.", "tcp://[::1]")):
+            _LOG.warning(
+                "%s has no token: whoever reaches it may use it. Give it a token file, or listen"
+                " on 127.0.0.1",
+                self.address,
+            )
         if (name := _local(self.address)) is not None:
             try:
                 self._socket.bind(f"ipc://@{name}")
@@ -247,16 +271,18 @@ class Server:
                     self._socket.send_multipart(reply, copy=False)
             if self._socket in ready and not full:
                 request = self._socket.recv_multipart(copy=False)
+                self._unread.read(request)
                 if _is_request(request):
                     self._work.put(request)
                     open_requests += 1
+            self._unread.check()
             ending = self._stopping.is_set()
         for _ in self._threads:
             self._work.put(None)
         for thread in self._threads:
             thread.join()
         self._replies.close(linger=0)
-        self._socket.close(linger=_LINGER_MS)
+        _close(self._socket, linger_ms=_LINGER_MS)
 
     def _serve(self) -> None:
         zmq = _package()
@@ -374,6 +400,7 @@ class Client:
         self._poller.register(self._bell_end, zmq.POLLIN)
         for socket in self._sockets:
             self._watched(socket)
+        self._strangers: set[int] = set()  # servers whose last greeting failed
         self._numbers = itertools.count()
         self._calls: dict[bytes, _Call] = {}  # under way
         self._held: list[deque[_Call]] = [deque() for _ in addresses]
@@ -389,10 +416,13 @@ class Client:
         if self._secret is not None:
             self._secret.join(socket)
         nearest = _nearest(address)
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        events |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
         if nearest != address:
             # Its owner is checked before each connection, which ZeroMQ's own reconnecting is not.
             socket.reconnect_ivl = -1
-            socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            events |= zmq.EVENT_DISCONNECTED
+        socket.get_monitor_socket(events)
         try:
             socket.connect(nearest)
         except zmq.ZMQError as error:
@@ -421,7 +451,7 @@ class Client:
         self._sockets[server] = socket
         self._watched(socket)
         for number in [n for n, one in self._calls.items() if one.server == server]:
-            _fail(self._calls.pop(number), got)
+            self._fail(self._calls.pop(number), got)
         with self._left:
             self._left.notify_all()
 
@@ -434,11 +464,22 @@ class Client:
             self._replace(server, socket, "a connection that was lost")
 
     def _reconnect_lost(self) -> None:
-        """Servers whose Unix sockets were closed: these do not reconnect by themselves."""
+        """Servers whose Unix sockets were closed: these do not reconnect by themselves.
+
+        And note which of them do not greet.
+        """
+        zmq = _package()
         for server, socket in enumerate(self._sockets):
             monitor = _monitor(socket)
-            if monitor is not None and monitor.poll(0):
-                self._reconnect(server)
+            while self._sockets[server] is socket and monitor.get(zmq.EVENTS) & zmq.POLLIN:
+                event, _ = struct.unpack("=Hi", monitor.recv_multipart()[0])
+                if event == zmq.EVENT_DISCONNECTED:
+                    self._reconnect(server)
+                elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    self._strangers.discard(server)
+                elif server not in self._strangers:
+                    self._strangers.add(server)
+                    _LOG.warning("server %d: %s", server, _STRANGER)
 
     def call(
         self, server: int, head: bytes, frames: Sequence[Any] = (), *, timeout_s: float
@@ -572,9 +613,9 @@ class Client:
             if shares or server not in waiting:
                 self._reconnect(server)
         for call in given_up:
-            _fail(call, "no reply in time")
+            self._fail(call, "no reply in time")
         for call in held:
-            _fail(call, "a server that takes no more requests")
+            self._fail(call, "a server that takes no more requests")
 
     def _send(self) -> bool:
         """What is asked, as far as it may be under way; False: a socket takes no more."""
@@ -590,6 +631,19 @@ class Client:
         pairs = zip(self._sockets, self._held, strict=True)
         return all([_sent(*pair, self._calls, self._numbers) for pair in pairs])
 
+    def _fail(self, call: _Call, got: str) -> None:
+        strange = call.server in self._strangers
+        call.future.set_exception(
+            ServerLost(
+                f"call to server {call.server}",
+                got=f"{got}; {_STRANGER}" if strange else got,
+                allowed="a reply",
+                remedy="Give all of them one token file."
+                if strange
+                else "Look whether the server runs and its address is right.",
+            )
+        )
+
     def _end(self) -> None:
         if self._ended:
             return
@@ -599,22 +653,22 @@ class Client:
                 _close(one.socket)
         asked = [one for one in self._asked if isinstance(one, _Call)]
         for call in (*self._calls.values(), *(c for line in self._held for c in line), *asked):
-            _fail(call, "a client that was closed")
+            self._fail(call, "a client that was closed")
         for socket in (self._bell_end, *self._sockets):
             _close(socket)
 
 
 def _monitor(socket: Any) -> Any:
-    """Where a Unix socket says that it was closed; None of others."""
+    """Where a socket says what becomes of its connections; None of one that was not asked."""
     return socket._monitor_socket
 
 
-def _close(socket: Any) -> None:
+def _close(socket: Any, *, linger_ms: int = 0) -> None:
     monitor = _monitor(socket)
     if monitor is not None:
         socket.disable_monitor()
         monitor.close(linger=0)
-    socket.close(linger=0)
+    socket.close(linger=linger_ms)
 
 
 def _is_shared(call: _Call) -> bool:
@@ -653,17 +707,6 @@ def _settle(calls: dict[bytes, _Call], reply: list[Any]) -> None:
         call.future.set_result((head.bytes, [frame.buffer for frame in frames]))
     else:
         call.future.set_exception(_raised(head.bytes))
-
-
-def _fail(call: _Call, got: str) -> None:
-    call.future.set_exception(
-        ServerLost(
-            f"call to server {call.server}",
-            got=got,
-            allowed="a reply",
-            remedy="Look whether the server runs and its address is right.",
-        )
-    )
 
 
 def _described(error: BaseException) -> bytes:

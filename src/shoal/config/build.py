@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ from shoal.data import (
     Order,
     Pace,
     ParquetSource,
+    Quarantine,
     RankShare,
     Recipe,
     Source,
@@ -125,7 +127,8 @@ def _tables(
 ) -> tuple[TableSpec, ...]:
     used = tuple(dict.fromkeys(own.table or name for name, own in settings.items()))
     for name in config.tables:
-        if name != RunConfig.DEFAULT_TABLE and name not in used:
+        fits = name in used or any(fnmatchcase(table, name) for table in used)
+        if name != RunConfig.DEFAULT_TABLE and not fits:
             raise unknown_name("table", name, used, remedy="Tables are named by features.*.table.")
     return tuple(_table(name, _settings_of(config, name), segments) for name in used)
 
@@ -175,8 +178,10 @@ def _combiner(name: str, settings: FeatureSettings, model: ModelSpec) -> Combine
 
 
 def _settings_of(config: RunConfig, table: str) -> TableSettings:
-    default = config.tables.get(RunConfig.DEFAULT_TABLE)
-    return config.tables.get(table) or default or TableSettings()
+    """Those of its name, else of the first pattern that fits it, else of all tables."""
+    fitting = (own for name, own in config.tables.items() if fnmatchcase(table, name))
+    default = config.tables.get(RunConfig.DEFAULT_TABLE, TableSettings())
+    return config.tables.get(table) or next(fitting, default)
 
 
 def _table(name: str, settings: TableSettings, segments: tuple[str, ...]) -> TableSpec:
@@ -267,12 +272,14 @@ class RunData:
         features: names of the id features, in batch order.
         num_dense: dense columns.
         train, evaluation: batches; may be iterated more than once.
+        quarantine: where rows and files go that cannot be used; None: they are errors.
     """
 
     features: tuple[str, ...]
     num_dense: int
     train: Loader
     evaluation: Loader
+    quarantine: Quarantine | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +323,11 @@ def open_data(config: RunConfig, share: RankShare | None = None) -> RunData:
         DataError: a file that is missing, empty or malformed, or no examples on one side.
     """
     settings = config.data
-    training, evaluation = _sides(config)
+    quarantine = None
+    if settings.quarantine is not None:
+        rank = share.rank if share else config.distributed.worker
+        quarantine = Quarantine(**settings.quarantine.model_dump(), rank=rank)
+    training, evaluation = _sides(config, quarantine)
     pins = resolve_device(config.device).startswith("cuda")
     # Of one value there is no variance.
     normalises = getattr(config.model, "batch_norm", False)
@@ -357,10 +368,11 @@ def open_data(config: RunConfig, share: RankShare | None = None) -> RunData:
             prefetch=settings.prefetch,
             pin_memory=pins,
         ),
+        quarantine=quarantine,
     )
 
 
-def _sides(config: RunConfig) -> tuple[Source, Source]:
+def _sides(config: RunConfig, quarantine: Quarantine | None) -> tuple[Source, Source]:
     source, at_s = config.data.source, _split_s(config)
     if isinstance(source, SyntheticSource):
         return _synthetic(source, config.seed)
@@ -374,9 +386,9 @@ def _sides(config: RunConfig) -> tuple[Source, Source]:
             allowed="one of data.split (a time) and data.source.eval_paths (files)",
             remedy="Set one of them.",
         )
-    training = _files(source, source.paths)
+    training = _files(source, source.paths, quarantine)
     if at_s is None:
-        return training, _files(source, source.eval_paths)
+        return training, _files(source, source.eval_paths, quarantine)
     return split_by_time(training, at_s)
 
 
@@ -405,7 +417,7 @@ def _pace(config: RunConfig) -> Pace | None:
 
 
 def _recipe(settings: FileSource) -> Recipe:
-    shared = {"label", "dense", "dense_fill", "time", "weight"}
+    shared = {"label", "dense", "dense_fill", "time", "weight", "group"}
     return Recipe(
         ids=tuple(IdFeature(name=name, **own.model_dump()) for name, own in settings.ids.items()),
         computed=settings.features,
@@ -413,11 +425,11 @@ def _recipe(settings: FileSource) -> Recipe:
     )
 
 
-def _files(settings: FileSource, paths: tuple[str, ...]) -> Source:
+def _files(settings: FileSource, paths: tuple[str, ...], quarantine: Quarantine | None) -> Source:
     recipe = _recipe(settings)
     if isinstance(settings, tree.CsvFiles):
-        return CsvSource(paths, recipe)
-    return ParquetSource(paths, recipe)
+        return CsvSource(paths, recipe, quarantine)
+    return ParquetSource(paths, recipe, quarantine=quarantine)
 
 
 def _synthetic(settings: SyntheticSource, seed: int) -> tuple[Source, Source]:

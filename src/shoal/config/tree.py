@@ -360,6 +360,7 @@ class FileSource(Section):
     dense_fill: Annotated[float, Field(allow_inf_nan=False)] | None = None
     time: str | None = None
     weight: str | None = None
+    group: str | None = None
 
 
 class ParquetFiles(FileSource):
@@ -408,6 +409,22 @@ class PaceSettings(Section):
     clock_s: Annotated[float, Field(ge=0, le=1e11)] | None = None
 
 
+def _by_path(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
+class QuarantineSettings(Section):
+    """Where rows and files that cannot be used are named, and how many may be, on each rank.
+
+    `same_columns`: a file whose columns differ from the first file's in name or type is one.
+    """
+
+    path: str
+    most_rows: Annotated[int, Field(ge=0, lt=1 << 31)] = 1_000
+    most_files: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
+    same_columns: bool = False
+
+
 class DataSettings(Section):
     """Where examples come from and in which order.
 
@@ -427,6 +444,7 @@ class DataSettings(Section):
     last_batch: Literal["merge", "drop"] = "merge"
     max_examples: Examples | None = None
     pace: PaceSettings | None = None
+    quarantine: Annotated[QuarantineSettings | None, BeforeValidator(_by_path)] = None
 
 
 class BiasSettings(Section):
@@ -464,18 +482,37 @@ class FeatureSettings(Section):
 
 
 class DenseOptimizerSettings(Section):
-    """Optimizer of the model's dense weights."""
+    """Optimizer of the model's dense weights; `ema` is the decay of their moving average, which
+    evaluations, exports and replicas take in place of the last weights."""
 
     kind: Literal["adam", "adamw", "sgd", "adagrad"] = "adam"
     lr: LearningRate = 0.001
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    ema: Annotated[float, Field(ge=0, lt=1)] | None = None
+
+
+MetricName = Literal["auc", "gauc", "log_loss", "ne"]
+
+
+class EarlyStopSettings(Section):
+    """Stop after `patience` evaluations in a row that improve on the best by `least` at most."""
+
+    metric: MetricName
+    patience: Count = 3
+    least: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+
+def _by_metric(value: Any) -> Any:
+    return {"metric": value} if isinstance(value, str) else value
 
 
 class EvalSettings(Section):
-    """How the evaluation runs."""
+    """How the evaluation runs: after training, and every so many steps of it."""
 
     batch_size: Count = 4096
     max_examples: Examples | None = None
+    every_steps: Count | None = None
+    early_stop: Annotated[EarlyStopSettings | None, BeforeValidator(_by_metric)] = None
 
 
 class LoggingSettings(Section):
@@ -503,17 +540,14 @@ class WarmStartSettings(Section):
     state: bool = True
 
 
-def _by_path(value: Any) -> Any:
-    return {"path": value} if isinstance(value, str) else value
-
-
 class CheckpointSettings(Section):
     """When a run saves what it needs to resume, where, and whether it resumes from there.
 
     `dir` None is `checkpoints/` in the run folder. Each `full_every`-th save is full, the others
     hold what changed since. `keep_full` full ones stay, with what builds on them. `warm_start`
     counts only where there is nothing to resume. More than `failures_allowed` saves in a row
-    that fail, and the last one of a run, end it.
+    that fail, and the last one of a run, end it. The checkpoint of the evaluation with the best
+    `keep_best` stays.
     """
 
     dir: str | None = None
@@ -521,6 +555,7 @@ class CheckpointSettings(Section):
     every_s: Seconds | None = None
     full_every: Count = 10
     keep_full: Count = 2
+    keep_best: MetricName | None = None
     failures_allowed: Few = 3
     background: bool = True
     resume: Literal["auto", "never", "must"] = "auto"
@@ -593,11 +628,16 @@ class ServersSettings(Section):
     most_mib: Annotated[int, Field(ge=1, le=2047)] = 256
 
 
+Scaling = Literal["none", "sqrt", "linear"]
+
+
 class DistributedSettings(Section):
     """What matters when a run has several ranks; one rank alone reads `staleness` and what
     concerns parameter servers.
 
-    `grad_reduce` is of rows: "mean" trains as one process does, "sum" is Monolith's. `plan` is a
+    `grad_reduce` is of rows: "mean" trains as one process does, "sum" is Monolith's. All learning
+    rates and `data.batch_size` are multiplied by the number of ranks, or its root, as `lr_scaling`
+    and `batch_scaling` say. `plan` is a
     file of `shoal plan`; `topology` and `statistics` are what placement "auto" plans with. Under
     `dense: average` this process is `worker` of about `workers` that have no process group: it
     reads its part of every batch, and every `average_every` steps moves towards the average of
@@ -608,6 +648,8 @@ class DistributedSettings(Section):
         default_factory=PlacementSettings
     )
     grad_reduce: GradReduce = "mean"
+    lr_scaling: Scaling = "none"
+    batch_scaling: Scaling = "none"
     plan: str | None = None
     topology: str | None = None
     statistics: str | None = None
@@ -687,6 +729,8 @@ class RunConfig(Section):
     nan_clip: Annotated[float, Field(gt=0, le=3e38)] = 1.0
     evict_every_s: Count = 86_400
     profile: str | None = None
+    deterministic: bool = False
+    tf32: bool | None = None
     distributed: DistributedSettings = Field(default_factory=DistributedSettings)
     eval: EvalSettings = Field(default_factory=EvalSettings)
     baselines: tuple[Literal["base_rate", "logistic"], ...] = ("base_rate", "logistic")
@@ -694,3 +738,16 @@ class RunConfig(Section):
     output: OutputSettings = Field(default_factory=OutputSettings)
     checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
     publish: PublishSettings | None = None
+
+    @model_validator(mode="after")
+    def _evaluates_on_the_way(self) -> RunConfig:
+        early, best = self.eval.early_stop, self.checkpoint.keep_best
+        wanted = {best, early and early.metric} - {None}
+        if wanted and self.eval.every_steps is None:
+            allowed, remedy = "steps between evaluations", "Set eval.every_steps."
+            what = "eval.every_steps with eval.early_stop or checkpoint.keep_best"
+            raise ConfigError(what, got=None, allowed=allowed, remedy=remedy)
+        if "gauc" in wanted and getattr(self.data.source, "group", None) is None:
+            allowed, remedy = "a column of groups", "Set data.source.group, or use auc."
+            raise ConfigError("data.source.group with the metric gauc", None, allowed, remedy)
+        return self

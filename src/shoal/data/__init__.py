@@ -11,6 +11,7 @@ from shoal.data.feature_set import FeatureSet, FeatureSpec, sequence_group
 from shoal.data.features import IdFeature, Recipe, encode, model_inputs
 from shoal.data.kinds import cross
 from shoal.data.loader import Loader, Order, Pace, RankShare
+from shoal.data.quarantine import Quarantine
 from shoal.data.sources import CsvSource, ParquetSource, Source, Subset, first_of, split_by_time
 from shoal.data.synthetic import SyntheticClicks, write_like
 
@@ -24,6 +25,7 @@ __all__ = [
     "Order",
     "Pace",
     "ParquetSource",
+    "Quarantine",
     "RankShare",
     "Recipe",
     "Source",

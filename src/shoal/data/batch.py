@@ -26,6 +26,7 @@ class Batch:
         event_time_s: latest event time of the examples, whole seconds since 1970.
         weights: float32 [B], or None: every example weighs 1.
         times_B: int64 [B], event time of each example in seconds; None: all at `event_time_s`.
+        groups_B: int64 [B], whom each example belongs to, for metrics by group; None: nobody.
         position: examples of the run consumed once this batch is, over all ranks; where a loader
             continues after it.
     """
@@ -36,6 +37,7 @@ class Batch:
     event_time_s: int = 0
     weights: Tensor | None = None
     times_B: Tensor | None = None
+    groups_B: Tensor | None = None
     position: int = 0
     more_labels: Tensor | None = None
 
@@ -73,6 +75,7 @@ class Batch:
             dense=None if self.dense is None else move(self.dense),
             weights=None if self.weights is None else move(self.weights),
             times_B=None if self.times_B is None else move(self.times_B),
+            groups_B=None if self.groups_B is None else move(self.groups_B),
         )
 
 
@@ -88,6 +91,7 @@ class TensorSource:
         more_labels: float [N, T - 1], 0..1: others of each example, or None.
         dense: float [N, num_dense], finite, or None.
         times_s: int64 [N], event times in seconds, or None: all 0.
+        groups: int64 [N], whom each belongs to, for metrics by group, or None.
         weights: float [N], finite and at least 0, or None.
         id_weights: feature name -> float32, one for each of its ids; ids of other features weigh 1.
 
@@ -104,13 +108,14 @@ class TensorSource:
         *,
         dense: Tensor | None = None,
         times_s: Tensor | None = None,
+        groups: Tensor | None = None,
         weights: Tensor | None = None,
         id_weights: Mapping[str, Tensor] | None = None,
         more_labels: Tensor | None = None,
     ) -> None:
         size = labels.shape[0] if labels.ndim == 1 else -1
-        more = {"dense": dense, "more_labels": more_labels}
-        _check(ids, labels, size, {**more, "times_s": times_s, "weights": weights})
+        others = {"times_s": times_s, "groups": groups, "weights": weights}
+        _check(ids, labels, size, {"dense": dense, "more_labels": more_labels, **others})
         self._features = tuple(ids)
         self._ids = dict(ids)
         self._labels = labels.float()
@@ -118,6 +123,7 @@ class TensorSource:
         self._times = (
             torch.zeros(size, dtype=torch.int64, device="cpu") if times_s is None else times_s
         )
+        self._groups = groups
         self._weights = None if weights is None else weights.float()
         self._more_labels = None if more_labels is None else more_labels.float().contiguous()
         _check_values("labels", self._labels, low=0.0, high=1.0)
@@ -178,6 +184,7 @@ class TensorSource:
             event_time_s=int(times_B.max(initial=0)),
             weights=_maybe_rows(self._weights, rows),
             times_B=torch.from_numpy(times_B),
+            groups_B=_maybe_rows(self._groups, rows),
             more_labels=_maybe_rows(self._more_labels, rows),
         )
 
@@ -212,6 +219,7 @@ class TensorSource:
             self._labels[rows_M],
             dense=None if self._dense is None else self._dense[rows_M],
             times_s=self._times[rows_M],
+            groups=None if self._groups is None else self._groups[rows_M],
             weights=None if self._weights is None else self._weights[rows_M],
             id_weights=id_weights,
             more_labels=None if self._more_labels is None else self._more_labels[rows_M],
@@ -237,6 +245,7 @@ def join(parts: Sequence[TensorSource]) -> TensorSource:
         torch.cat([part._labels for part in parts]),
         dense=_maybe_cat([part._dense for part in parts]),
         times_s=torch.cat([part._times for part in parts]),
+        groups=_maybe_cat([part._groups for part in parts]),
         weights=_maybe_cat([part._weights for part in parts]),
         id_weights={
             name: torch.cat([part._id_weights[name] for part in parts]) for name in weighted
@@ -322,9 +331,10 @@ def _check(
         dims = 2 if name in ("dense", "more_labels") else 1
         if tensor.ndim != dims or tensor.shape[0] != size:
             raise _shape(name, tensor, f"[{size}]" if dims == 1 else f"[{size}, num_dense]")
-    times = more["times_s"]
-    if times is not None and times.dtype != torch.int64:
-        raise _dtype("times_s", times)
+    for name in ("times_s", "groups"):
+        whole = more[name]
+        if whole is not None and whole.dtype != torch.int64:
+            raise _dtype(name, whole)
 
 
 def _check_values(

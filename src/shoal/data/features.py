@@ -77,6 +77,7 @@ class Recipe:
         dense_fill: what a missing dense value (null or NaN) becomes; None refuses it.
         time: a timestamp column, or one of whole seconds since 1970.
         weight: a column of finite numbers of at least 0.
+        group: a column of ids, for metrics by group; it may be a feature, too.
         computed: features computed of columns, after `ids` and `dense`.
 
     Raises:
@@ -90,6 +91,7 @@ class Recipe:
     dense_fill: float | None = None
     time: str | None = None
     weight: str | None = None
+    group: str | None = None
     computed: FeatureSet = field(default_factory=lambda: FeatureSet(()))
 
     def __post_init__(self) -> None:
@@ -110,9 +112,9 @@ class Recipe:
     def _check_roles(self) -> None:
         lists = {name for feature in self.ids if feature.is_list for name in feature.columns}
         single = [name for feature in self.ids if not feature.is_list for name in feature.columns]
-        others = [*lists, *dict.fromkeys(single), *self.dense, self.time, self.weight]
+        others = [*lists, *dict.fromkeys(single), *self.dense, self.time, self.weight, self.group]
         others += self.computed.columns
-        numbers = [*self.dense, *self.labels, self.time, self.weight]
+        numbers = [*self.dense, *self.labels, self.time, self.weight, self.group]
         for name, got, is_wrong in [
             *((name, "the label and something else", name in others) for name in self.labels),
             *((name, "a label twice", self.labels.count(name) > 1) for name in self.labels),
@@ -145,7 +147,7 @@ class Recipe:
     @property
     def columns(self) -> list[str]:
         """Every column that is read, each once."""
-        others = (*self.labels, self.time, self.weight)
+        others = (*self.labels, self.time, self.weight, self.group)
         return list(dict.fromkeys([*self.input_columns, *(n for n in others if n is not None)]))
 
     @property
@@ -184,7 +186,7 @@ def encode(
     recipe.check_columns(table.schema.names, where)
     rows = Rows(where, first_row, spelled)
     found = _evaluated(table, recipe, rows)
-    others = (*recipe.labels, recipe.time, recipe.weight)
+    others = (*recipe.labels, recipe.time, recipe.weight, recipe.group)
     there = {name: columns.decoded(table.column(name)) for name in others if name is not None}
     weights = None
     if recipe.weight is not None:
@@ -200,6 +202,9 @@ def encode(
         times_s=None
         if recipe.time is None
         else columns.times(there[recipe.time], recipe.time, rows),
+        groups=None
+        if recipe.group is None
+        else columns.ids(there[recipe.group], recipe.group, rows),
         weights=weights,
         id_weights=found.weights,
     )
@@ -236,7 +241,7 @@ def _evaluated(table: pa.Table, recipe: Recipe, rows: Rows, threads: int = 1) ->
     return Evaluated({**ids, **more.ids}, more.weights, [*dense, *more.dense])
 
 
-def encode_times(table: pa.Table, recipe: Recipe, where: str) -> Tensor:
+def encode_times(table: pa.Table, recipe: Recipe, where: str, *, first_row: int = 0) -> Tensor:
     """Event times, int64 [N], whole seconds; 0 for a recipe without a time column.
 
     Raises:
@@ -245,4 +250,4 @@ def encode_times(table: pa.Table, recipe: Recipe, where: str) -> Tensor:
     if recipe.time is None:
         return torch.zeros(table.num_rows, dtype=torch.int64, device="cpu")
     column = columns.decoded(table.column(recipe.time))
-    return columns.times(column, recipe.time, Rows(where))
+    return columns.times(column, recipe.time, Rows(where, first_row))

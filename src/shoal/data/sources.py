@@ -6,21 +6,25 @@ batch. Order, passes, ranks and read-ahead are the loader's.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from shoal.data.batch import Batch, TensorSource, join
 from shoal.data.features import Recipe, encode, encode_times
+from shoal.data.quarantine import BadRow, Quarantine, sort_out
 from shoal.errors import DataError, InputError, ShapeError
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+Made = TypeVar("Made")
 
 
 @runtime_checkable
@@ -111,12 +115,26 @@ def split_by_time(source: Source, at_s: int) -> tuple[Subset, Subset]:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A row group of a file, and the number of its first example: of all, and in the file."""
+    """A row group of a file: the number of its first example, of all and in the file, and rows."""
 
     file: int
     group: int
     start: int
     first_row: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoded:
+    """Examples of a row group.
+
+    places_N: where each of its rows is among the examples, -1 for one that is left out; None: all
+    are there.
+    """
+
+    examples: TensorSource
+    places_N: Tensor | None = None
+    bad: Mapping[int, BadRow] = field(default_factory=dict)
 
 
 class ParquetSource:
@@ -129,6 +147,8 @@ class ParquetSource:
         paths: files with the same columns.
         recipe: which columns are what.
         cached_groups: decoded row groups kept.
+        quarantine: where rows and files go that cannot be used; None: they are errors. A bad row
+            keeps its number, and is missing from what is taken; a bad file has no numbers.
 
     Raises:
         DataError: no files; a file that is missing, empty, not Parquet, lacks a column, names it
@@ -136,27 +156,43 @@ class ParquetSource:
     """
 
     def __init__(
-        self, paths: Sequence[str | Path], recipe: Recipe, *, cached_groups: int = 4
+        self,
+        paths: Sequence[str | Path],
+        recipe: Recipe,
+        *,
+        cached_groups: int = 4,
+        quarantine: Quarantine | None = None,
     ) -> None:
-        self._paths = _some_paths(paths)
         self._recipe = recipe
         self._cached_groups = cached_groups
-        self._files = [_open_parquet(path) for path in self._paths]
+        self._quarantine = quarantine
+        self._paths: list[Path] = []
+        self._files: list[Any] = []
         groups: list[_Group] = []
         start = 0
-        for number, (path, file) in enumerate(zip(self._paths, self._files, strict=True)):
-            # Names and types of all files, before the first batch.
-            encode(file.schema_arrow.empty_table(), recipe, str(path))
-            if file.metadata.num_rows == 0:
-                raise _empty(path)
+        for path, file in _usable(paths, self._opened, quarantine):
             first = start
             for group in range(file.num_row_groups):
-                groups.append(_Group(number, group, start, start - first))
-                start += file.metadata.row_group(group).num_rows
+                size = file.metadata.row_group(group).num_rows
+                groups.append(_Group(len(self._files), group, start, start - first, size))
+                start += size
+            self._paths.append(path)
+            self._files.append(file)
         self._groups = groups
         self._starts_G = torch.tensor([group.start for group in groups], device="cpu")
         self._size = start
-        self._cache: OrderedDict[int, TensorSource] = OrderedDict()
+        self._cache: OrderedDict[int, _Decoded] = OrderedDict()
+        self._lock = threading.Lock()  # training and evaluation may share a source
+
+    def _opened(self, path: Path) -> Any:
+        file = _open_parquet(path)
+        # Names and types of all files, before the first batch.
+        encode(file.schema_arrow.empty_table(), self._recipe, str(path))
+        if file.metadata.num_rows == 0:
+            raise _empty(path)
+        if self._quarantine is not None and self._quarantine.same_columns and self._files:
+            _check_same_columns(path, file.schema_arrow, self._files[0].schema_arrow)
+        return file
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -172,44 +208,101 @@ class ParquetSource:
         return self._size
 
     def times(self) -> Tensor:
-        """int64 [N]: event time of each example; 0 without a time column. Reads that column."""
+        """int64 [N]: event time of each example; 0 without a time column, and where it is bad.
+
+        Reads that column.
+        """
+        times_N = torch.zeros(self._size, dtype=torch.int64, device="cpu")
         if self._recipe.time is None:
-            return torch.zeros(self._size, dtype=torch.int64, device="cpu")
-        parts = []
-        for path, file in zip(self._paths, self._files, strict=True):
-            table = _read(path, lambda file=file: file.read(columns=[self._recipe.time]))
-            parts.append(encode_times(table, self._recipe, str(path)))
-        return torch.cat(parts)
+            return times_N
+        for at in self._groups:
+            path, own_N = self._paths[at.file], times_N[at.start : at.start + at.size]
+
+            def read(table: pa.Table, first: int, at: _Group = at, path: Path = path) -> Tensor:
+                return encode_times(table, self._recipe, str(path), first_row=at.first_row + first)
+
+            table = self._read(at, [self._recipe.time])
+            if table is None:
+                continue
+            if self._quarantine is None:
+                own_N[:] = read(table, 0)
+                continue
+            for first, size, times in sort_out(table, read, self._quarantine.most_rows).parts:
+                own_N[first : first + size] = times
+        return times_N
 
     def take(self, rows_B: Tensor) -> Batch:
-        """The examples of these numbers, in this order.
+        """The examples of these numbers, in this order, but for those in quarantine.
 
         Raises:
             DataError: a row group is damaged or holds what the recipe does not allow.
         """
+        with self._lock:
+            return self._taken(rows_B)
+
+    def _taken(self, rows_B: Tensor) -> Batch:
         group_B = torch.searchsorted(self._starts_G, rows_B, right=True) - 1
         needed = torch.unique(group_B).tolist()
         if not needed:
-            return self._decoded(0).take(rows_B)
+            return self._decoded(0).examples.take(rows_B)
         if len(needed) == 1:
-            return self._decoded(needed[0]).take(rows_B - self._starts_G[needed[0]])
-        picks = [torch.nonzero(group_B == group).squeeze(1) for group in needed]
-        parts = [
-            self._decoded(group).select(rows_B[at] - self._starts_G[group])
-            for group, at in zip(needed, picks, strict=True)
-        ]
-        back_B = torch.empty_like(rows_B)
-        back_B[torch.cat(picks)] = torch.arange(rows_B.numel(), device="cpu")
-        return join(parts).take(back_B)
+            examples, places, _ = self._found(needed[0], rows_B)
+            return examples.take(places)
+        parts, order = [], []
+        for group in needed:
+            at = torch.nonzero(group_B == group).squeeze(1)
+            examples, places, kept = self._found(group, rows_B[at])
+            parts.append(examples.select(places))
+            order.append(at if kept is None else at[kept])
+        return join(parts).take(torch.argsort(torch.cat(order)))
 
-    def _decoded(self, number: int) -> TensorSource:
+    def _found(self, number: int, rows_M: Tensor) -> tuple[TensorSource, Tensor, Tensor | None]:
+        """Examples of a group, places there of rows by number, and which rows are there if not all.
+
+        Bad rows are reported to the quarantine.
+        """
+        at, decoded = self._groups[number], self._decoded(number)
+        rows_M = rows_M - at.start
+        if decoded.places_N is None:
+            return decoded.examples, rows_M, None
+        assert self._quarantine is not None
+        places_M = decoded.places_N[rows_M]
+        path = self._paths[at.file]
+        for row in rows_M[places_M < 0].tolist():
+            if row in decoded.bad:
+                self._quarantine.row(path, at.first_row + row, decoded.bad[row])
+        return decoded.examples, places_M[places_M >= 0], places_M >= 0
+
+    def _read(self, at: _Group, columns: list[str]) -> pa.Table | None:
+        """Columns of a row group; None: it is damaged, and in quarantine."""
+        path, file = self._paths[at.file], self._files[at.file]
+        try:
+            return _read(path, lambda: file.read_row_group(at.group, columns=columns))
+        except DataError as error:
+            if self._quarantine is None:
+                raise
+            self._quarantine.damaged(path, at.first_row, at.size, error)
+            return None
+
+    def _decoded(self, number: int) -> _Decoded:
         if number in self._cache:
             self._cache.move_to_end(number)
             return self._cache[number]
         at = self._groups[number]
         path, file = self._paths[at.file], self._files[at.file]
-        table = _read(path, lambda: file.read_row_group(at.group, columns=self._recipe.columns))
-        decoded = encode(table, self._recipe, str(path), first_row=at.first_row)
+
+        def make(table: pa.Table, first: int) -> TensorSource:
+            return encode(table, self._recipe, str(path), first_row=at.first_row + first)
+
+        table = self._read(at, self._recipe.columns)
+        if table is None:
+            nothing = make(file.schema_arrow.empty_table(), 0)
+            decoded = _Decoded(nothing, torch.full((at.size,), -1, device="cpu"))
+        elif self._quarantine is None:
+            decoded = _Decoded(make(table, 0))
+        else:
+            examples, places_N, bad = _good_rows(table, make, self._quarantine)
+            decoded = _Decoded(examples, places_N if bad else None, bad)
         self._cache[number] = decoded
         while len(self._cache) > self._cached_groups:
             self._cache.popitem(last=False)
@@ -224,6 +317,8 @@ class CsvSource:
         paths: files with the same columns.
         recipe: which columns are what; a list column is ids with blanks between them, a time is
             whole seconds or in ISO 8601.
+        quarantine: where rows and files go that cannot be used; None: they are errors. The other
+            rows are numbered without them.
 
     Raises:
         DataError: no files; a file that is missing, empty, not CSV, lacks a column or names it
@@ -232,16 +327,22 @@ class CsvSource:
 
     paths: tuple[str | Path, ...]
     recipe: Recipe
+    quarantine: Quarantine | None = field(default=None, compare=False)
     features: tuple[str, ...] = field(init=False, repr=False, compare=False)
     num_dense: int = field(init=False, repr=False, compare=False)
     _examples: TensorSource = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        parts = []
-        for path in _some_paths(self.paths):
-            table = _read_csv(path, self.recipe)
-            parts.append(encode(table, self.recipe, str(path), spelled=True))
-        examples = join(parts)
+        header: list[pa.Schema] = []
+
+        def read(path: Path) -> TensorSource:
+            names = _csv_header(path, self.recipe)
+            if self.quarantine is not None and self.quarantine.same_columns:
+                header.append(names)
+                _check_same_columns(path, names, header[0])
+            return _csv_examples(path, self.recipe, self.quarantine)
+
+        examples = join([part for _, part in _usable(self.paths, read, self.quarantine)])
         object.__setattr__(self, "_examples", examples)
         object.__setattr__(self, "features", examples.features)
         object.__setattr__(self, "num_dense", examples.num_dense)
@@ -273,21 +374,110 @@ def _open_parquet(path: Path) -> Any:
     return _read(path, lambda: pq.ParquetFile(path))
 
 
-def _read_csv(path: Path, recipe: Recipe) -> pa.Table:
-    """The columns of a recipe, all as text, so that no type depends on the file."""
+def _usable(
+    paths: Sequence[str | Path], opened: Callable[[Path], Made], quarantine: Quarantine | None
+) -> Iterator[tuple[Path, Made]]:
+    """Files that can be used, and what opening each gives; the others go to the quarantine."""
+    found, problem = False, None
+    for path in _some_paths(paths):
+        try:
+            one = opened(path)
+        except DataError as error:
+            if quarantine is None:
+                raise
+            quarantine.file(path, error)
+            problem = error
+            continue
+        found = True
+        yield path, one
+    if not found and problem is not None:
+        raise problem
+
+
+def _good_rows(
+    table: pa.Table, make: Callable[[pa.Table, int], TensorSource], quarantine: Quarantine
+) -> tuple[TensorSource, Tensor, dict[int, BadRow]]:
+    """Examples of the rows that can be used; the place of each row among them, or -1; the others.
+
+    Raises:
+        DataError: more bad rows than may be in quarantine.
+    """
+    sorted_out = sort_out(table, make, quarantine.most_rows)
+    places_N = torch.full((table.num_rows,), -1, device="cpu")
+    good_M = torch.ones(table.num_rows, dtype=torch.bool, device="cpu")
+    good_M[list(sorted_out.bad)] = False
+    places_N[good_M] = torch.arange(int(good_M.sum()), device="cpu")
+    parts = [part for _, _, part in sorted_out.parts] or [make(table.slice(0, 0), 0)]
+    return join(parts), places_N, sorted_out.bad
+
+
+def _check_same_columns(path: Path, own: pa.Schema, first: pa.Schema) -> None:
+    """Check that a file has the columns of the first file, of the same types, in any order."""
+    mine, theirs = ({one.name: str(one.type) for one in schema} for schema in (own, first))
+    names = sorted(mine.keys() | theirs.keys())
+    differ = [
+        f"{name!r}: {mine.get(name, 'missing')}, not {theirs.get(name, 'missing')}"
+        for name in names
+        if mine.get(name) != theirs.get(name)
+    ]
+    if differ:
+        remedy = "Convert the file, or set data.quarantine.same_columns=false."
+        raise DataError(f"columns of {path}", ", ".join(differ), "those of the first file", remedy)
+
+
+def _csv_header(path: Path, recipe: Recipe) -> pa.Schema:
     import pyarrow as pa
     import pyarrow.csv as csv
 
-    with _read(path, lambda: csv.open_csv(path)) as opened:
-        recipe.check_columns(opened.schema.names, str(path))
+    # Rows are not its matter.
+    lenient = csv.ParseOptions(invalid_row_handler=lambda _: "skip")
+    with _read(path, lambda: csv.open_csv(path, parse_options=lenient)) as opened:
+        names = opened.schema.names
+    recipe.check_columns(names, str(path))
+    return pa.schema([(name, pa.large_string()) for name in names])
+
+
+def _csv_examples(path: Path, recipe: Recipe, quarantine: Quarantine | None) -> TensorSource:
+    """Examples of a file, all its columns read as text, so that no type depends on the file."""
+    import pyarrow as pa
+    from pyarrow import csv
+
+    text, uneven = pa.large_string(), dict[int, BadRow]()
+
+    def leave_out(row: csv.InvalidRow) -> str:
+        reason = f"{row.actual_columns} values, not {row.expected_columns}"
+        uneven[row.number - 2] = BadRow(reason, {"line": row.text[:1000]})  # from 1, the header's
+        return "skip"
+
+    # Text that is no UTF-8 is a bad row, not a bad file. Only one thread knows rows' numbers.
+    kind, handler = (text, None) if quarantine is None else (pa.large_binary(), leave_out)
     options = csv.ConvertOptions(
-        include_columns=recipe.columns,
-        column_types=dict.fromkeys(recipe.columns, pa.large_string()),
+        include_columns=recipe.columns, column_types=dict.fromkeys(recipe.columns, kind)
     )
-    table = _read(path, lambda: csv.read_csv(path, convert_options=options))
+    table = _read(
+        path,
+        lambda: csv.read_csv(
+            path,
+            read_options=csv.ReadOptions(use_threads=quarantine is None),
+            parse_options=csv.ParseOptions(invalid_row_handler=handler),
+            convert_options=options,
+        ),
+    )
     if table.num_rows == 0:
         raise _empty(path)
-    return table
+    if quarantine is None:
+        return encode(table, recipe, str(path), spelled=True)
+    numbers = [n for n in range(table.num_rows + len(uneven)) if n not in uneven]
+
+    def make(rows: pa.Table, first: int) -> TensorSource:
+        readable = _read(path, lambda: rows.cast(pa.schema([(n, text) for n in rows.column_names])))
+        number = numbers[first] if rows.num_rows else 0
+        return encode(readable, recipe, str(path), first_row=number, spelled=True)
+
+    examples, _, bad = _good_rows(table, make, quarantine)
+    for number, one in sorted({**uneven, **{numbers[n]: own for n, own in bad.items()}}.items()):
+        quarantine.row(path, number, one, alike=True)
+    return examples
 
 
 def _read(path: Path, read: Any) -> Any:

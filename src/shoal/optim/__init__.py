@@ -11,6 +11,7 @@ rank finds in its rows, a NaN or the part of a norm, all ranks act upon.
 
 from __future__ import annotations
 
+from shoal.optim.averaging import ParameterAverage
 from shoal.optim.clipping import clip_grad_norm_
 from shoal.optim.joint import JointOptimizer
 from shoal.optim.sparse import FiniteFlag, SparseOptimizer, TableGradient
@@ -18,6 +19,7 @@ from shoal.optim.sparse import FiniteFlag, SparseOptimizer, TableGradient
 __all__ = [
     "FiniteFlag",
     "JointOptimizer",
+    "ParameterAverage",
     "SparseOptimizer",
     "TableGradient",
     "clip_grad_norm_",

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 from shoal.errors import ConfigError
 from shoal.rules.rule import Allowed, Checked, NotNegative, Positive, Steps, at_least, check, whole
 
 __all__ = [
+    "ByEpoch",
     "ConstantRate",
     "Cosine",
     "Exponential",
     "Piecewise",
     "Polynomial",
+    "Scaled",
     "Schedule",
     "Warmup",
     "as_rate",
+    "settled",
 ]
 
 
@@ -171,6 +174,47 @@ class Warmup(Schedule):
     def __call__(self, step: int) -> float:
         done = min(step, self.steps) / self.steps
         return as_rate(self.target, step) * (self.start_factor * (1 - done) + done)
+
+
+@dataclass(frozen=True, slots=True)
+class ByEpoch(Schedule):
+    """Another rate, of the epoch instead of the step: the same through each epoch.
+
+    steps: of an epoch; None: the first epoch lasts until `settled` fills them in, as `shoal train`
+        does.
+    """
+
+    kind = "by_epoch"
+
+    rate: Rate
+    steps: Steps | None = None
+
+    def __call__(self, step: int) -> float:
+        return as_rate(self.rate, 0 if self.steps is None else step // self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled(Schedule):
+    """Another rate times a factor."""
+
+    kind = "scaled"
+
+    rate: Rate
+    factor: NotNegative
+
+    def __call__(self, step: int) -> float:
+        return as_rate(self.rate, step) * self.factor
+
+
+def settled(rate: float | Schedule, epoch_steps: int, factor: float = 1.0) -> float | Schedule:
+    """A rate with the steps of an epoch filled in where they are open, times a factor."""
+    if isinstance(rate, ByEpoch):
+        rate = replace(rate, steps=rate.steps or epoch_steps)
+    elif isinstance(rate, Warmup):
+        rate = replace(rate, target=settled(rate.target, epoch_steps))
+    elif isinstance(rate, Scaled):
+        rate = replace(rate, rate=settled(rate.rate, epoch_steps))
+    return rate if factor == 1 else Scaled(rate, factor)
 
 
 def as_rate(lr: float | Schedule, step: int) -> float:

@@ -1,42 +1,51 @@
-"""Requests of concurrent callers, computed together while workers are busy."""
+"""Requests of concurrent callers, computed together while others are computed."""
 
 from __future__ import annotations
 
-import asyncio
+import math
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Any
-
-import torch
+from concurrent.futures import CancelledError
+from weakref import WeakKeyDictionary
 
 from shoal.errors import DataError, InputError, ServerLost
 from shoal.serve.model import Model, Outputs, ReadRequest
 
+_QUICK_S = 0.002
+_QUICK_ROWS = 64
 
-@dataclass(frozen=True, slots=True, eq=False)
+
 class _Waiting:
-    model: Model
-    request: ReadRequest
-    reply: asyncio.Future[Outputs]
-    loop: asyncio.AbstractEventLoop
-    size_bytes: int
+    """A request, and the thread that waits for its reply."""
+
+    __slots__ = ("is_there", "leads", "model", "reply", "request", "size_bytes", "woken")
+
+    def __init__(
+        self, model: Model, request: ReadRequest, size_bytes: int, is_there: Callable[[], bool]
+    ) -> None:
+        self.model, self.request, self.size_bytes = model, request, size_bytes
+        self.is_there = is_there
+        self.woken = threading.Event()  # it has its reply, or leads
+        self.leads = False
+        self.reply: Outputs | BaseException | None = None
 
 
 class Batcher:
-    """Worker threads that take what waits, joined to one batch a model.
+    """Computes requests on their callers' threads, those that wait joined to one batch a model.
 
-    A worker that is free takes a request at once; those that come while all are busy wait for the
-    first that is free, which takes them together. So nothing waits for others to come.
+    A caller leads if it may: it takes what waits, computes it, and hands over to the next that
+    waits. So nothing waits for others to come, and a lone request changes no thread. Leaders are
+    as many as `workers`; but small requests of a local model that takes less than 2 ms wait for
+    the one that computes such requests already: two would only wait for each other's interpreter
+    lock.
 
     Args:
-        workers: threads; None: one a core.
+        workers: callers that compute at once; None: one a core.
         most_rows: of a batch that is joined.
-        most_waiting, most_waiting_bytes: requests that wait; more are refused.
+        most_bytes: of requests that wait; more are refused.
         observe: gets the model's name, and the requests and rows of each batch.
     """
 
@@ -45,105 +54,121 @@ class Batcher:
         *,
         workers: int | None = None,
         most_rows: int = 1024,
-        most_waiting: int = 4096,
-        most_waiting_bytes: int = 256 << 20,
+        most_bytes: int = 256 << 20,
         observe: Callable[[str, int, int], None] = lambda model, requests, rows: None,
     ) -> None:
-        count = workers or len(os.sched_getaffinity(0))
-        self._most_rows, self._most_waiting = most_rows, most_waiting
-        self._most_bytes, self._bytes = most_waiting_bytes, 0
+        self._workers = workers or len(os.sched_getaffinity(0))
+        self._most_rows, self._most_bytes = most_rows, most_bytes
         self._observe = observe
+        self._lock = threading.Lock()
         self._waiting: deque[_Waiting] = deque()
-        self._changed = threading.Condition()
-        self._ending = False
-        self._threads = [
-            threading.Thread(target=self._work, name=f"shoal worker {k}", daemon=True)
-            for k in range(count)
-        ]
-
-    def __enter__(self) -> Batcher:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        with self._changed:
-            self._ending = True
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
+        self._bytes = 0  # that wait
+        self._leaders = self._quick_leaders = 0
+        self._seconds: WeakKeyDictionary[Model, float] = WeakKeyDictionary()  # of small batches
 
     @property
     def waiting(self) -> int:
-        """Requests that no worker has taken yet."""
+        """Requests that nobody has taken yet."""
         return len(self._waiting)
 
-    async def predict(self, model: Model, request: ReadRequest, size_bytes: int = 0) -> Outputs:
+    def predict(
+        self,
+        model: Model,
+        request: ReadRequest,
+        size_bytes: int = 0,
+        is_there: Callable[[], bool] = lambda: True,
+    ) -> Outputs:
         """What a model replies to a request that it has read.
+
+        Args:
+            is_there: whether the caller still waits; asked when the request's turn has come.
 
         Raises:
             InputError: what is wrong with the request.
             ServerLost: too many wait.
+            CancelledError: its caller has left.
         """
-        loop = asyncio.get_running_loop()
-        one = _Waiting(model, request, loop.create_future(), loop, size_bytes)
-        with self._changed:
-            too_large = self._waiting and self._bytes + size_bytes > self._most_bytes
-            if len(self._waiting) >= self._most_waiting or too_large or self._ending:
+        one = _Waiting(model, request, size_bytes, is_there)
+        with self._lock:
+            if self._waiting and self._bytes + size_bytes > self._most_bytes:
                 raise ServerLost(
                     "requests that wait",
                     got=f"{len(self._waiting)} of {self._bytes} bytes",
-                    allowed=f"fewer than {self._most_waiting}, {self._most_bytes} bytes at most",
+                    allowed=f"{self._most_bytes} bytes at most",
                     remedy="Ask again later, or ask another replica.",
                 )
             self._waiting.append(one)
             self._bytes += size_bytes
-            self._changed.notify()
-        return await one.reply
+            if self._leaders < self._workers and not (self._quick_leaders and self._is_quick(one)):
+                one.leads = True
+                self._leaders += 1
+        if not one.leads:
+            one.woken.wait()
+        if one.leads:
+            self._lead(one)
+        if isinstance(one.reply, BaseException):
+            raise one.reply
+        assert one.reply is not None
+        return one.reply
 
-    def _work(self) -> None:
-        torch.set_num_threads(1)  # of this thread; workers are as many as cores
-        while batch := self._take():
-            replies = _computed(batch)
-            rows = sum(one.request.size for one in batch)
-            self._observe(batch[0].model.name, len(batch), rows)
-            for loop in {one.loop for one in batch}:
-                pairs = [
-                    (one.reply, reply)
-                    for one, reply in zip(batch, replies, strict=True)
-                    if one.loop is loop
-                ]
-                _call(loop, pairs)
+    def _is_quick(self, one: _Waiting) -> bool:
+        few = one.model.is_local and one.request.size <= _QUICK_ROWS
+        return few and self._seconds.get(one.model, math.inf) < _QUICK_S
 
-    def _take(self) -> list[_Waiting]:
-        """Requests of one model and version, in order; none: the end."""
-        with self._changed:
-            while True:
-                self._changed.wait_for(lambda: self._waiting or self._ending)
-                if not self._waiting:
-                    return []
-                first = self._waiting.popleft()
-                if not first.reply.cancelled():
-                    break
-            taken, rows = [first], first.request.size
-            others: list[_Waiting] = []
-            while self._waiting and rows < self._most_rows:
-                one = self._waiting.popleft()
-                if one.reply.cancelled():
-                    continue
-                if one.model is first.model and rows + one.request.size <= self._most_rows:
-                    taken.append(one)
-                    rows += one.request.size
+    def _lead(self, one: _Waiting) -> None:
+        """Compute batches until the caller has its reply."""
+        try:
+            while one.reply is None:
+                with self._lock:
+                    batch = self._joined()
+                    quick = bool(batch) and all(map(self._is_quick, batch))
+                    self._quick_leaders += quick
+                try:
+                    if batch:
+                        self._compute(batch)
+                finally:
+                    with self._lock:
+                        self._quick_leaders -= quick
+        finally:
+            with self._lock:
+                if self._waiting:
+                    following = self._waiting[0]
+                    following.leads = True
+                    following.woken.set()
                 else:
-                    others.append(one)
-            self._waiting.extendleft(reversed(others))
-            self._bytes = sum(one.size_bytes for one in self._waiting)
-            return taken
+                    self._leaders -= 1
+
+    def _joined(self) -> list[_Waiting]:
+        """Requests of one model and version, in order, which wait no longer."""
+        taken: list[_Waiting] = []
+        others: list[_Waiting] = []
+        rows = 0
+        while self._waiting and rows < self._most_rows:
+            one = self._waiting.popleft()
+            if not one.is_there():
+                one.reply = CancelledError()
+                one.woken.set()
+            elif not taken or (
+                one.model is taken[0].model and rows + one.request.size <= self._most_rows
+            ):
+                taken.append(one)
+                rows += one.request.size
+            else:
+                others.append(one)
+        self._waiting.extendleft(reversed(others))
+        self._bytes = sum(one.size_bytes for one in self._waiting)
+        return taken
+
+    def _compute(self, batch: Sequence[_Waiting]) -> None:
+        model, rows = batch[0].model, sum(one.request.size for one in batch)
+        began_s = time.thread_time()
+        for one, reply in zip(batch, _computed(batch), strict=True):
+            one.reply = reply
+            one.woken.set()
+        if rows <= _QUICK_ROWS:
+            took_s = time.thread_time() - began_s
+            self._seconds[model] = 0.8 * self._seconds.get(model, took_s) + 0.2 * took_s
+        self._observe(model.name, len(batch), rows)
 
 
 def _computed(batch: Sequence[_Waiting]) -> Sequence[Outputs | BaseException]:
@@ -153,26 +178,7 @@ def _computed(batch: Sequence[_Waiting]) -> Sequence[Outputs | BaseException]:
     except Exception as error:  # noqa: BLE001  its callers get it
         if len(batch) == 1 or not isinstance(error, InputError | DataError):
             return [error] * len(batch)
-    # One of them is wrong; the others are not.
-    return [
-        asyncio.CancelledError() if one.reply.cancelled() else _computed([one])[0] for one in batch
-    ]
-
-
-def _call(loop: asyncio.AbstractEventLoop, pairs: Sequence[tuple[Any, Any]]) -> None:
-    def deliver() -> None:
-        for future, reply in pairs:
-            if future.done():
-                continue  # its caller left
-            if isinstance(reply, BaseException):
-                future.set_exception(reply)
-            else:
-                future.set_result(reply)
-
-    try:
-        loop.call_soon_threadsafe(deliver)
-    except RuntimeError:
-        return  # the loop has ended, and its callers with it
+    return [_computed([one])[0] for one in batch]  # one of them is wrong; the others are not
 
 
 class TokenBucket:
@@ -184,20 +190,23 @@ class TokenBucket:
 
     def __init__(self, per_s: float | None) -> None:
         self._per_s, self._left, self._at_s = per_s, per_s or 0.0, time.monotonic()
+        self._lock = threading.Lock()
 
     def take(self) -> None:
-        """Count a request; called by one thread.
+        """Count a request.
 
         Raises:
             ServerLost: there are too many.
         """
         if self._per_s is None:
             return
-        now_s = time.monotonic()
-        self._left = min(max(self._per_s, 1.0), self._left + (now_s - self._at_s) * self._per_s)
-        self._at_s = now_s
-        if self._left < 1:
-            raise ServerLost(
-                "requests a second", f"more than {self._per_s:g}", f"{self._per_s:g}", "Slow down."
-            )
-        self._left -= 1
+        with self._lock:
+            now_s = time.monotonic()
+            since_s, self._at_s = now_s - self._at_s, now_s
+            self._left = min(max(self._per_s, 1.0), self._left + since_s * self._per_s)
+            if self._left >= 1:
+                self._left -= 1
+                return
+        raise ServerLost(
+            "requests a second", f"more than {self._per_s:g}", f"{self._per_s:g}", "Slow down."
+        )

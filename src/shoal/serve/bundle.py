@@ -22,12 +22,10 @@ from shoal.checkpoint import CheckpointStore
 from shoal.config import RunConfig
 from shoal.config.build import ModelParts, build_parts
 from shoal.errors import CheckpointError
-from shoal.models.tasks import EMBEDDINGS, FIRST_ORDER, LENGTHS, SEQUENCES
-from shoal.serve.signature import DENSE, ExampleReader, ServedTensor
+from shoal.serve.signature import LOGITS, ExampleReader, ServedTensor, dense_inputs
 
 Part = Literal["all", "entry", "ps", "dense"]
 """What of a model a bundle has: entry has the dense module and asks ps for rows."""
-LOGITS = "logits"
 CONFIG, SIGNATURE, CHECKPOINTS = "config.yaml", "signature.json", "checkpoints"
 _Name = Annotated[str, Field(max_length=1000)]
 _Count = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -95,18 +93,6 @@ def signature_of(
     parts: ModelParts, *, part: Part, step: int, lists: Collection[str], num_dense: int, amp: str
 ) -> Signature:
     """The signature of a model, without tables; `lists` are the features with several ids."""
-    count, dim, many = parts.inputs.num_features, parts.inputs.dim, len(parts.inputs.sequences)
-
-    def floats(name: str, *shape: int) -> TensorSignature:
-        return TensorSignature(name=name, dtype="float32", shape=(-1, *shape))
-
-    dense = [floats(DENSE, num_dense)] if num_dense else []
-    rows = [floats(EMBEDDINGS, count, dim)]
-    if any(layout.name == FIRST_ORDER for layout in parts.layouts):
-        rows.append(floats(FIRST_ORDER, count))
-    if many:
-        rows.append(floats(SEQUENCES, many, parts.inputs.length, dim))
-        rows.append(TensorSignature(name=LENGTHS, dtype="int64", shape=(-1, many)))
 
     def as_served(tensors: Sequence[ServedTensor]) -> tuple[TensorSignature, ...]:
         return tuple(TensorSignature.model_validate(asdict(one)) for one in tensors)
@@ -120,8 +106,8 @@ def signature_of(
         num_dense=num_dense,
         inputs=as_served(served.inputs),
         outputs=as_served(served.outputs),
-        dense_inputs=(*dense, *rows),
-        dense_outputs=(floats(LOGITS, *served.outputs[0].shape[1:]),),
+        dense_inputs=as_served(dense_inputs(parts, num_dense)),
+        dense_outputs=as_served([ServedTensor(LOGITS, "float32", served.outputs[0].shape)]),
         amp=amp,
     )
 

@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal import config as settings
-from shoal.checkpoint import Contents, LoadOptions, load, load_share, read_manifest, save
+from shoal.checkpoint import Contents, load_share, read_manifest, save
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import claim
 from shoal.config import RunConfig
 from shoal.config.build import ModelParts, source_inputs
 from shoal.errors import CheckpointError, ConfigError
-from shoal.models.tasks import EMBEDDINGS, FIRST_ORDER, SEQUENCES
 from shoal.placement import BUCKETS, rank_buckets
 from shoal.serve.bundle import (
     CHECKPOINTS,
@@ -34,10 +33,12 @@ from shoal.serve.bundle import (
     Signature,
     signature_of,
 )
-from shoal.serve.signature import DENSE
+from shoal.serve.signature import ServedTensor, dense_example
+from shoal.sync.checkpoints import load_module
 from shoal.sync.replica import serving_spec
 from shoal.table.factory import make_shard
 from shoal.table.hosting import HostedTables, plan_placement
+from shoal.train.learner import average_in
 
 Mode = Literal["standalone", "distributed", "dense"]
 RowDType = Literal["float32", "float16"]
@@ -208,13 +209,14 @@ def export_dense(module: nn.Module, signature: Signature, path: str | Path) -> s
     module.eval()
     try:
         batch = torch.export.Dim("batch")
-        example = dense_example(signature, 3)
+        wanted = [ServedTensor(one.name, one.dtype, one.shape) for one in signature.dense_inputs]
+        example = dense_example(wanted, 3)
         sizes = tuple(None if one is None else {0: batch} for one in example)
         program = torch.export.export(module, example, dynamic_shapes=sizes)
         torch.export.save(program, path)
         written = torch.export.load(path).module()
         for count in _COMPARED:
-            inputs = dense_example(signature, count)
+            inputs = dense_example(wanted, count)
             with torch.no_grad():
                 torch.testing.assert_close(written(*inputs), module(*inputs))
     except Exception as error:  # noqa: BLE001  torch has many ways to refuse what a module does
@@ -225,18 +227,15 @@ def export_dense(module: nn.Module, signature: Signature, path: str | Path) -> s
     return None
 
 
-def dense_example(signature: Signature, batch: int) -> tuple[Tensor | None, ...]:
-    """Inputs of a dense module in its order; None for dense or first-order ones it lacks."""
-    generator = torch.Generator().manual_seed(batch)
-    given: dict[str, Tensor | None] = dict.fromkeys((DENSE, EMBEDDINGS, FIRST_ORDER))
-    for one in signature.dense_inputs:
-        shape = (batch, *one.shape[1:])
-        if one.dtype == "int64":
-            longest = given[SEQUENCES].shape[2]  # type: ignore[union-attr]
-            given[one.name] = torch.randint(longest + 1, shape, generator=generator, device="cpu")
-        else:
-            given[one.name] = torch.randn(shape, generator=generator, device="cpu")
-    return tuple(given.values())
+def load_dense(url: str, name: str, module: nn.Module) -> None:
+    """A dense module's weights in a checkpoint, or their moving average where a run kept one.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or of another module.
+    """
+    average = average_in(load_module(url, name, module), name)
+    if average is not None:
+        module.load_state_dict(average, strict=False)
 
 
 class _Writer:
@@ -257,7 +256,7 @@ class _Writer:
 
     def write(self, folder: Path, mode: Mode, shards: int) -> None:
         folder.mkdir()
-        self._load_module()
+        load_dense(self._url, self._parts.name, self._parts.module)
         if mode == "dense":
             self._bundle(folder, "dense")
         elif mode == "standalone":
@@ -305,13 +304,6 @@ class _Writer:
         placed = HostedTables(self._specs, shard, plan_placement(self._specs, of))
         load_share([self._url], placed, index, collection=self._parts.name, state=False)
         return HostedTables(self._specs, shard)
-
-    def _load_module(self) -> None:
-        name, manifest = self._parts.name, self._manifest
-        others = {f"module:{one}" for one in manifest.modules if one != name}
-        others |= {f"optimizer:{one}" for one in manifest.optimizers}
-        options = LoadOptions(tables=(), state=False, allow_unknown=frozenset(others))
-        load(self._url, Contents(modules={name: self._parts.module}), options=options)
 
 
 def hash_range(index: int, of: int) -> tuple[int, int]:

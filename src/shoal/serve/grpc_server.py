@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import grpc
-import grpc.aio
 
 from shoal.serve.openinference import OpenInference
 from shoal.serve.protos import health_pb2 as health
 from shoal.serve.service import Code, Service
 from shoal.serve.tfserving import TfServing, parsed
 
-Call = Callable[[bytes], Awaitable[tuple[str, bytes]]]
+Call = Callable[[bytes], tuple[str, bytes]]
 
 _STATUS = {status.value[0]: status for status in grpc.StatusCode}
 _HEALTH = "grpc.health.v1.Health"
@@ -33,9 +32,10 @@ def services(service: Service, version: str) -> dict[str, dict[str, Call]]:
     }
 
 
-def make_server(service: Service, version: str) -> grpc.aio.Server:
-    """A server of the running loop, without a port."""
-    server = grpc.aio.server(
+def make_server(service: Service, version: str) -> grpc.Server:
+    """A server without a port, on the service's threads."""
+    server = grpc.server(
+        service.threads,
         maximum_concurrent_rpcs=service.limits.most_calls,
         options=[
             ("grpc.max_receive_message_length", service.limits.most_bytes),
@@ -52,18 +52,18 @@ def make_server(service: Service, version: str) -> grpc.aio.Server:
     return server
 
 
-def _handler(service: Service, name: str, call: Call) -> Callable[[bytes, Any], Awaitable[bytes]]:
+def _handler(service: Service, name: str, call: Call) -> Callable[[bytes, Any], bytes]:
     is_open = name == _HEALTH  # a load balancer's probe has no token
 
-    async def handle(data: bytes, context: Any) -> bytes:
+    def handle(data: bytes, context: Any) -> bytes:
         if not is_open:
             token = dict(context.invocation_metadata() or ()).get("authorization")
             if not service.allows(token):
                 message = "authorization: Bearer TOKEN is missing, or of another token"
-                await context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
-        code, reply = await service.timed(name, lambda: call(data))
+                context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
+        code, reply = service.timed(name, lambda: call(data), context.is_active)
         if code is not Code.OK:
-            await context.abort(_STATUS[code], reply)
+            context.abort(_STATUS[code], reply)
         found: bytes = reply
         return found
 
@@ -71,7 +71,7 @@ def _handler(service: Service, name: str, call: Call) -> Callable[[bytes, Any], 
 
 
 def _health(service: Service) -> Call:
-    async def check(data: bytes) -> tuple[str, bytes]:
+    def check(data: bytes) -> tuple[str, bytes]:
         name = parsed(health.HealthCheckRequest, data).service
         ready = service.models.ready
         if name in service.models.names:

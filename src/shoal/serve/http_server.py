@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import html
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -14,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from shoal.errors import UnknownName
+from shoal.errors import DataError, UnknownName
 from shoal.serve.openinference import OpenInference, object_of_json, version_of
 from shoal.serve.service import HTTP_STATUS, Code, Service
 from shoal.serve.tensors import refused
@@ -84,27 +85,34 @@ def _guarded(service: Service, answer: Answer) -> Answer:
 
 
 async def _tfserving(service: Service, tf: TfServing, request: Request) -> Response:
-    async def call() -> tuple[str, Any]:
-        name, version, method = _place(_TF, request)
-        if method == ":predict":
-            service.admit()
-            data = await _body(service, request)
-            body = await service.decoded(len(data), lambda: object_of_json(data))
-            return await tf.rest_predict(name, version, body, len(data))
-        if method == "/metadata":
-            return await tf.rest_metadata(name, version)
-        return await tf.rest_status(name, version)
-
     match = _TF.fullmatch(request.url.path)
     posts = match is not None and match[3] == ":predict"
     if match is not None and posts != (request.method == "POST"):
         return _wrong_method("POST" if posts else "GET")
-    code, reply = await service.timed(_TF_NAME, call)
+    body = await _body(service, request) if posts else b""
+
+    def call() -> tuple[str, Any]:
+        name, version, method = _place(_TF, request)
+        if method == ":predict":
+            service.admit()
+            data = _whole(body)
+            return tf.rest_predict(name, version, object_of_json(data), len(data))
+        if method == "/metadata":
+            return tf.rest_metadata(name, version)
+        return tf.rest_status(name, version)
+
+    code, reply = await _called(service, _TF_NAME, call)
     return JSONResponse(reply) if code is Code.OK else _error(code, reply)
 
 
 async def _openinference(service: Service, oip: OpenInference, request: Request) -> Response:
-    async def call() -> tuple[str, Any]:
+    match = _OIP.fullmatch(request.url.path)
+    posts = match is not None and match[3] == "/infer"
+    if match is not None and posts != (request.method == "POST"):
+        return _wrong_method("POST" if posts else "GET")
+    body = await _body(service, request) if posts else b""
+
+    def call() -> tuple[str, Any]:
         name, version, method = _place(_OIP, request)
         if method == "/ready":
             return name, oip.model_ready(name, version)
@@ -113,14 +121,9 @@ async def _openinference(service: Service, oip: OpenInference, request: Request)
         size = request.headers.get(_JSON_SIZE)
         if size is not None and not (size.isascii() and size.isdigit() and len(size) < 12):
             raise refused(_JSON_SIZE, repr(size)[:40], "a number", "Count the JSON.")
-        body = await _body(service, request)
-        return await oip.rest_infer(name, version, body, None if size is None else int(size))
+        return oip.rest_infer(name, version, _whole(body), None if size is None else int(size))
 
-    match = _OIP.fullmatch(request.url.path)
-    posts = match is not None and match[3] == "/infer"
-    if match is not None and posts != (request.method == "POST"):
-        return _wrong_method("POST" if posts else "GET")
-    code, reply = await service.timed(_OIP_NAME, call)
+    code, reply = await _called(service, _OIP_NAME, call)
     if code is not Code.OK:
         return _error(code, reply)
     if isinstance(reply, bool):
@@ -132,6 +135,14 @@ async def _openinference(service: Service, oip: OpenInference, request: Request)
         return Response(data, media_type="application/json")
     headers = {_JSON_SIZE: str(size)}
     return Response(data, media_type="application/octet-stream", headers=headers)
+
+
+async def _called(
+    service: Service, protocol: str, call: Callable[[], tuple[str, Any]]
+) -> tuple[Code, Any]:
+    """A call on the service's threads, so that others are heard meanwhile."""
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(service.threads, service.timed, protocol, call)
 
 
 def _place(pattern: re.Pattern[str], request: Request) -> tuple[str, int | None, str]:
@@ -146,20 +157,27 @@ def _place(pattern: re.Pattern[str], request: Request) -> tuple[str, int | None,
     return match[1], version_of(match[2] or ""), match[3]
 
 
-async def _body(service: Service, request: Request) -> bytes:
+async def _body(service: Service, request: Request) -> bytes | DataError:
+    """A request's body, or what is wrong with it."""
     most, parts, size = service.limits.most_bytes, [], 0
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
-        raise refused("content-encoding", encoding[:40], "identity", "Send it as it is.")
+        return refused("content-encoding", encoding[:40], "identity", "Send it as it is.")
     try:
         async for part in request.stream():
             size += len(part)
             if size > most:
-                raise refused("body", "more bytes", f"at most {most}", "Send several requests.")
+                return refused("body", "more bytes", f"at most {most}", "Send several requests.")
             parts.append(part)
     except ClientDisconnect:
-        raise refused("body", "the client left", "a whole body", "Send it again.") from None
+        return refused("body", "the client left", "a whole body", "Send it again.")
     return b"".join(parts)
+
+
+def _whole(body: bytes | DataError) -> bytes:
+    if isinstance(body, DataError):
+        raise body
+    return body
 
 
 def _error(code: Code, message: str, headers: dict[str, str] | None = None) -> Response:
@@ -173,41 +191,53 @@ def _wrong_method(allowed: str) -> Response:
 _STYLE = """
 :root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
 body { margin: 2em auto; max-width: 60em; padding: 0 1em; }
+div { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; width: 100%; }
-th, td { text-align: left; padding: .3em 1em .3em 0; border-bottom: 1px solid #8884; }
+th, td { text-align: left; vertical-align: top; padding: .3em 1em .3em 0;
+  border-bottom: 1px solid #8884; white-space: nowrap; }
+td.text { white-space: normal; min-width: 16em; overflow-wrap: anywhere; }
 th { font-weight: 500; opacity: .7; }
 """.strip()
 
 
 def status_page(service: Service, version: str) -> str:
     """Versions, staleness and rates of all models, as one HTML page that asks for itself again."""
-    rows = []
+    models = []
     for name in service.models.names:
         staleness_s = service.models.staleness_s(name)
         for one in service.models.states(name):
-            cells = [
-                name,
-                str(one.version),
-                one.state,
-                "" if staleness_s is None else f"{staleness_s:.2f} s",
-                one.error,
-            ]
-            rows.append("".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
+            served = one.state == "AVAILABLE" and staleness_s is not None
+            number = "" if one.state == "START" else str(one.version)
+            age = f"{staleness_s:.2f} s" if served else ""
+            models.append((name, number, one.state, age, one.error))
     rates = []
     uptime_s = max(time.time() - service.started_s, 1e-9)
     for model, protocol, count, seconds in service.totals():
         mean = f"{1000 * seconds / count:.2f} ms" if count else ""
-        cells = [model, protocol, f"{count:,.0f}", f"{count / uptime_s:,.1f}", mean]
-        rates.append("".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
+        rate = f"{count / uptime_s:,.1f}"
+        rates.append((model or "(unknown)", protocol, f"{count:,.0f}", rate, mean))
+    heads = (
+        ("model", "version", "state", "staleness", "problem"),
+        ("model", "protocol", "requests", "requests/s since the start", "mean time"),
+    )
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Shoal</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="refresh" content="5"><style>{_STYLE}</style></head><body>
 <h1>Shoal {html.escape(version)}</h1>
 <h2>Models</h2>
-<table><tr><th>model</th><th>version</th><th>state</th><th>staleness</th><th></th></tr>
-{"".join(f"<tr>{row}</tr>" for row in rows)}</table>
+{_table(heads[0], models)}
 <h2>Requests</h2>
-<table><tr><th>model</th><th>protocol</th><th>requests</th><th>a second, since the start</th>
-<th>mean time</th></tr>{"".join(f"<tr>{row}</tr>" for row in rates)}</table>
+{_table(heads[1], rates)}
 </body></html>
 """
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    heads = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
+    lines = [f"<tr>{heads}</tr>"]
+    for row in rows:
+        *short, last = (html.escape(cell) for cell in row)
+        cells = "".join(f"<td>{cell}</td>" for cell in short)
+        lines.append(f'<tr>{cells}<td class="text">{last}</td></tr>')
+    return f"<div><table>{''.join(lines)}</table></div>"

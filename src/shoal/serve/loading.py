@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol, cast
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal import config as settings
-from shoal.checkpoint import CheckpointStore, Contents, LoadOptions, load, read_manifest
+from shoal.checkpoint import CheckpointStore
 from shoal.checkpoint.loading import load_share
 from shoal.comm.transport import Secret
 from shoal.config import RunConfig
@@ -23,19 +23,27 @@ from shoal.models.tasks import AMP_DTYPES
 from shoal.ps.server import spread_over
 from shoal.serve.bundle import SIGNATURE, open_bundle
 from shoal.serve.client import ReplicaSet, check_shares, find_in
-from shoal.serve.export import EXPORT
-from shoal.serve.model import LookupModel, Model, PredictModel
+from shoal.serve.compiled import cache_folder, compiled
+from shoal.serve.export import EXPORT, load_dense
+from shoal.serve.model import DenseModel, LookupModel, Model, PredictModel
 from shoal.serve.rows import PooledRows, of_shard, of_shares
-from shoal.serve.signature import ExampleReader
+from shoal.serve.signature import ExampleReader, dense_inputs
+from shoal.sync.checkpoints import Only
 from shoal.sync.replica import Replica, serving_spec
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.hosting import HostedTables
-from shoal.table.spec import RowDType, TableSpec
+from shoal.table.spec import ServedDType, TableSpec
 from shoal.train import folder as folders
 from shoal.train.folder import RunFolder
 
-Role = Literal["all", "entry", "ps"]
+Role = Literal["all", "entry", "ps", "dense"]
 _VERSION = re.compile(r"[0-9]{1,18}")
+_HALVES: Mapping[Role, Only | None] = {
+    "all": None,
+    "entry": "dense",
+    "ps": "rows",
+    "dense": "dense",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,26 +51,30 @@ class ServedShare:
     """What of a model a process serves.
 
     Args:
-        role: "all", "entry" (the dense module; rows are asked for elsewhere) or "ps" (rows).
+        role: "all", "entry" (the dense module; rows are asked for elsewhere), "ps" (rows) or
+            "dense" (the dense module; who asks sends pooled rows).
         index, of: which share of the rows, of how many.
         dtype: of rows; None: as trained.
         addresses: of an entry: replicas of each of the `of` shares, HOST:PORT.
         timeout_s: of an entry's requests for rows.
         token, root_certificate: of an entry's requests for rows, as of `ReplicaSet`.
+        compile: the dense module, which then may differ in the last digits.
     """
 
     role: Role = "all"
     index: int = 0
     of: int = 1
-    dtype: RowDType | None = None
+    dtype: ServedDType | None = None
     addresses: tuple[tuple[str, ...], ...] = ()
     timeout_s: float = 1.0
     token: str | None = field(default=None, repr=False)
     root_certificate: str | None = None
+    compile: bool = False
 
     def name(self, model: str) -> str:
-        """The served name of a model's share."""
-        return f"{model}:ps_{self.index}" if self.role == "ps" else model
+        """The served name of a model's share, as Monolith names it."""
+        part = {"ps": f":ps_{self.index}", "dense": ":dense"}
+        return model + part.get(self.role, "")
 
 
 class VersionSource(Protocol):
@@ -92,6 +104,13 @@ class _RunModel:
     def __init__(self, config: RunConfig, share: ServedShare) -> None:
         self.config, self.share = config, share
         self.inputs = source_inputs(config.data.source)
+        if share.compile and config.amp != "none":
+            raise ConfigError(
+                "option --compile of shoal serve",
+                got=f"a run with amp={config.amp}",
+                allowed="a run in float32",
+                remedy="Leave --compile out.",
+            )
 
     def parts(self) -> ModelParts:
         return build_parts(
@@ -107,16 +126,42 @@ class _RunModel:
         name: str,
         parts: ModelParts,
         specs: Sequence[TableSpec],
-        exchange: Exchange,
-    ) -> PredictModel:
-        return PredictModel(
-            name,
-            version,
-            ExampleReader(parts, self.inputs.lists, self.inputs.num_dense),
-            PooledRows(parts, specs, exchange),
-            parts.module.eval(),
-            AMP_DTYPES[self.config.amp],
-        )
+        exchange: Exchange | None,
+    ) -> Model:
+        """With rows of an exchange; None: the dense module alone."""
+        num_dense, amp = self.inputs.num_dense, AMP_DTYPES[self.config.amp]
+        inputs = dense_inputs(parts, num_dense)
+        program: Callable[..., Tensor] = parts.module.eval()
+        if self.share.compile:
+            program = compiled(parts.module, inputs, cache_folder())
+        if exchange is None:
+            return DenseModel(name, version, inputs, len(parts.tasks), program, amp)
+        reader = ExampleReader(parts, self.inputs.lists, num_dense)
+        return PredictModel(name, version, reader, PooledRows(parts, specs, exchange), program, amp)
+
+
+class _Shares:
+    """Servers of an entry's rows; of other roles none."""
+
+    def __init__(self, share: ServedShare, model: str) -> None:
+        self._model, self._timeout_s = model, share.timeout_s
+        self._sets = [
+            ReplicaSet(one, token=share.token, root_certificate=share.root_certificate)
+            for one in share.addresses
+        ]
+
+    def check(self) -> None:
+        """Raises: ServerLost: one does not answer."""
+        if self._sets:
+            check_shares(self._sets, self._model, timeout_s=self._timeout_s)
+
+    def exchange(self, specs: Sequence[TableSpec]) -> Exchange:
+        find = find_in(self._sets, self._model, specs, timeout_s=self._timeout_s)
+        return of_shares(specs, len(self._sets), find)
+
+    def close(self) -> None:
+        for one in self._sets:
+            one.close()
 
 
 class FolderSource:
@@ -154,11 +199,7 @@ class FolderSource:
             )
         found = self._folder(there or 0)
         self.name = self._share.name(name or settings.load(found.config, environment={}).name)
-        own = self._share
-        self._sets = [
-            ReplicaSet(one, token=own.token, root_certificate=own.root_certificate)
-            for one in own.addresses
-        ]
+        self._shares = _Shares(self._share, self.name)
 
     def newest(self) -> int | None:
         """The version to serve.
@@ -166,8 +207,7 @@ class FolderSource:
         Raises:
             ServerLost: a share of an entry's rows does not answer.
         """
-        if self._sets:
-            check_shares(self._sets, self.name, timeout_s=self._share.timeout_s)
+        self._shares.check()
         return self._wanted()
 
     def _wanted(self) -> int | None:
@@ -200,20 +240,19 @@ class FolderSource:
         if share.role == "ps":
             shard = load_rows(url, built.config, specs, share.index, share.of)
             return LookupModel(self.name, version, shard)
-        load_module(url, built.config, parts.module)
+        load_dense(url, parts.name, parts.module)
+        exchange: Exchange | None = None
         if share.role == "entry":
-            find = find_in(self._sets, self.name, specs, timeout_s=share.timeout_s)
-            exchange = of_shares(specs, len(self._sets), find)
-        else:
+            exchange = self._shares.exchange(specs)
+        elif share.role == "all":
             exchange = of_shard(load_rows(url, built.config, specs))
         return built.model(version, self.name, parts, specs, exchange)
 
     def close(self) -> None:
         """Ask for rows no longer."""
-        for one in self._sets:
-            one.close()
+        self._shares.close()
 
-    def _checked(self, version: int, folder: RunFolder) -> dict[str, RowDType]:
+    def _checked(self, version: int, folder: RunFolder) -> dict[str, ServedDType]:
         """Dtypes of a bundle's rows by table.
 
         Raises:
@@ -230,11 +269,11 @@ class FolderSource:
             got = f"--index {share.index} --of {share.of}"
             allowed = f"--index {signature.index} --of {signature.of}"
         elif share.role == "all" and signature.part != "all":
-            got, allowed = "--role all", "--role entry and --role ps"
+            got, allowed = "--role all", "--role entry and --role ps, or --role dense"
         if got:
             remedy = "Serve all parts as they were exported."
             raise ConfigError(f"share of exported version {folder.path}", got, allowed, remedy)
-        return {one.name: cast(RowDType, one.dtype) for one in signature.tables}
+        return {one.name: cast(ServedDType, one.dtype) for one in signature.tables}
 
     def _versions(self) -> dict[int, str | None]:
         if self._is_run:
@@ -268,23 +307,15 @@ def load_rows(
     return shard
 
 
-def load_module(url: str, config: RunConfig, module: nn.Module) -> None:
-    """Dense weights of a run's model."""
-    others = frozenset(f"module:{name}" for name in read_manifest(url).modules)
-    name = config.model.kind
-    options = LoadOptions(tables=(), state=False, allow_unknown=others - {f"module:{name}"})
-    load(url, Contents(modules={name: module}), options=options)
-
-
 class FollowedSource:
-    """A run that trains: rows and dense weights of its publishers.
+    """A run that trains: rows and dense weights of its publishers, or the half that is served.
 
     Each dense version that arrives replaces the last one as a whole; rows change in place.
 
     Args:
         config: of the run.
         publishers: addresses, one a rank, in order.
-        share: what of it is served: "all".
+        share: what of it is served.
         name: of the model; None: the run's.
         secret: what the publishers were given.
         checkpoint: the run's folder: rows of its newest checkpoint need not be asked for.
@@ -300,32 +331,47 @@ class FollowedSource:
         secret: Secret | None = None,
         checkpoint: str | None = None,
     ) -> None:
-        self._built = _RunModel(config, share or ServedShare())
-        self.name = name or config.name
-        self._parts = self._built.parts()
+        own = share or ServedShare()
+        self._built = _RunModel(config, own)
+        self.name = own.name(name or config.name)
+        self._shares, self._parts = _Shares(own, self.name), self._built.parts()
+        is_ps = own.role == "ps"
         self._replica = Replica(
             self._parts.tables,
             publishers,
-            dtype=self._built.share.dtype,
+            dtype=own.dtype,
             secret=secret,
             checkpoint=checkpoint,
             collection=config.model.kind,
+            share=own.index if is_ps else 0,
+            of=own.of if is_ps else 1,
+            only=_HALVES[own.role],
         )
         self._replica.__enter__()
-        self._weights: Mapping[str, Tensor] = {}
+        self._exchange: Exchange | None = None
+        if own.role == "entry":
+            self._exchange = self._shares.exchange(self._replica.specs)
+        elif own.role == "all":
+            self._exchange = of_shard(self._replica.shard)
+        self._served: CpuShard | Mapping[str, Tensor] | None = None
         self._version: int | None = None
 
     def newest(self) -> int | None:
-        """The rows' version when the newest dense weights came.
+        """The rows' version when the newest dense weights came; of rows alone, when they were all
+        there.
 
         Raises:
             ConfigError: the publishers are of another run.
+            ServerLost: a share of an entry's rows does not answer.
         """
-        status, weights = self._replica.status(), self._replica.dense()
-        whole = weights and all(one.state == "AVAILABLE" for one in status)
-        if whole and weights is not self._weights:
+        self._shares.check()
+        status, replica = self._replica.status(), self._replica
+        is_ps = self._built.share.role == "ps"
+        newest = replica.shard if is_ps else replica.dense() or None
+        whole = newest is not None and all(one.state == "AVAILABLE" for one in status)
+        if whole and newest is not self._served:
             self._version = max(status[0].version, (self._version or 0) + 1)
-            self._weights = weights
+            self._served = newest
         return self._version
 
     def staleness_s(self) -> float | None:
@@ -337,14 +383,16 @@ class FollowedSource:
         return None if None in ages else max(age for age in ages if age is not None)
 
     def load(self, version: int) -> Model:
-        """The same rows with the newest dense weights."""
+        """The same rows, with the newest dense weights."""
+        served, specs = self._served, self._replica.specs
+        if isinstance(served, CpuShard):
+            return LookupModel(self.name, version, served)
         module = copy.deepcopy(self._parts.module)
-        module.load_state_dict(dict(self._weights))
+        module.load_state_dict(dict(served or {}))
         parts = replace(self._parts, module=module)
-        return self._built.model(
-            version, self.name, parts, self._replica.specs, of_shard(self._replica.shard)
-        )
+        return self._built.model(version, self.name, parts, specs, self._exchange)
 
     def close(self) -> None:
         """Follow no more."""
         self._replica.__exit__(None, None, None)
+        self._shares.close()

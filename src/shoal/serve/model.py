@@ -13,12 +13,16 @@ from shoal.errors import ShapeError, unknown_name
 from shoal.models.tasks import outputs_of
 from shoal.serve.rows import PooledRows
 from shoal.serve.signature import (
+    DENSE,
+    LOGITS,
     PREDICTION,
     ExampleReader,
     Examples,
     ModelSignature,
     ServedTensor,
     as_ids,
+    as_numbers,
+    checked_size,
 )
 from shoal.serve.tensors import Array
 from shoal.table.shard import IdGroups, RowsById
@@ -44,6 +48,11 @@ class Model(Protocol):
 
     @property
     def signature(self) -> ModelSignature: ...
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it never waits for another process."""
+        ...
 
     def read(self, inputs: Mapping[str, Array]) -> ReadRequest:
         """Check a request before it waits for its turn.
@@ -79,7 +88,7 @@ class PredictModel:
         amp: torch.dtype = torch.float32,
     ) -> None:
         self.name, self.version, self.signature = name, version, reader.signature
-        self.reader, self.rows = reader, rows
+        self.reader, self.rows, self.is_local = reader, rows, rows.is_local
         self._program, self._amp = program, amp
 
     def read(self, inputs: Mapping[str, Array]) -> Examples:
@@ -107,6 +116,65 @@ class PredictModel:
         return self.run([self.read(inputs)])[0]
 
 
+class _DenseInputs:
+    """The inputs of a dense module, each [B, ...]."""
+
+    __slots__ = ("arrays", "size")
+
+    def __init__(self, size: int, arrays: dict[str, Array]) -> None:
+        self.size, self.arrays = size, arrays
+
+
+class DenseModel:
+    """Dense columns and pooled rows in, logits and probabilities out: the dense module alone.
+
+    Args:
+        name, version: of the model.
+        inputs: of the module.
+        tasks: that it predicts.
+        program, amp: as of `PredictModel`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        version: int,
+        inputs: Sequence[ServedTensor],
+        tasks: int,
+        program: Callable[..., Tensor],
+        amp: torch.dtype = torch.float32,
+    ) -> None:
+        self.name, self.version, self.is_local = name, version, True
+        shape = (-1, tasks) if tasks > 1 else (-1,)
+        outputs = (ServedTensor(one, "float32", shape) for one in (LOGITS, PREDICTION))
+        self.signature = ModelSignature(tuple(inputs), tuple(outputs))
+        self._program, self._amp = program, amp
+
+    def read(self, inputs: Mapping[str, Array]) -> _DenseInputs:
+        """The inputs of a request."""
+        known = {one.name: one for one in self.signature.inputs}
+        for name in inputs:
+            if name not in known:
+                raise unknown_name("input of the model", name, known)
+        sizes = [len(one) for one in inputs.values() if one.ndim]
+        size = checked_size(sizes[0] if sizes else 0)
+        arrays = {k: as_numbers(inputs.get(k), one, size) for k, one in known.items()}
+        return _DenseInputs(size, arrays)
+
+    def run(self, requests: Sequence[_DenseInputs]) -> list[Outputs]:
+        """Logits and probabilities of each request's examples."""
+        with torch.inference_mode():
+            joined = {
+                one.name: torch.from_numpy(np.concatenate([r.arrays[one.name] for r in requests]))
+                for one in self.signature.inputs
+            }
+            logits_B = outputs_of(self._program, joined.pop(DENSE, None), joined, self._amp)
+            found = {LOGITS: logits_B.numpy(), PREDICTION: logits_B.sigmoid().numpy()}
+        cuts = np.cumsum([one.size for one in requests[:-1]])
+        parts = {name: np.split(one, cuts) for name, one in found.items()}
+        return [{name: one[k] for name, one in parts.items()} for k in range(len(requests))]
+
+
 class _Ids:
     """The ids of a request, by table number."""
 
@@ -125,7 +193,7 @@ class LookupModel:
     """
 
     def __init__(self, name: str, version: int, rows: RowsById) -> None:
-        self.name, self.version, self._rows = name, version, rows
+        self.name, self.version, self.is_local, self._rows = name, version, True, rows
         self._numbers = {spec.name: k for k, spec in enumerate(rows.specs)}
         self.signature = ModelSignature(
             tuple(ServedTensor(spec.name, "int64", (-1,), optional=True) for spec in rows.specs),

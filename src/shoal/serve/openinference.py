@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shoal.serve.model import Model, Outputs
@@ -26,7 +26,7 @@ _EXTENSIONS = ("binary_tensor_data",)
 _NAME = "shoal"
 _SIZE, _BINARY, _ALL_BINARY = "binary_data_size", "binary_data", "binary_data_output"
 
-Handler = Callable[[bytes], Awaitable[tuple[str, bytes]]]
+Handler = Callable[[bytes], tuple[str, bytes]]
 
 
 def version_of(text: str) -> int | None:
@@ -87,7 +87,7 @@ class OpenInference:
         known = [one for one in states if version in (None, one.version)]
         return any(one.state == "AVAILABLE" for one in known)
 
-    async def rest_infer(
+    def rest_infer(
         self, name: str, version: int | None, body: bytes, json_size: int | None
     ) -> tuple[str, tuple[bytes, int | None]]:
         """POST of an inference.
@@ -103,12 +103,12 @@ class OpenInference:
             allowed = f"0..{len(body)}"
             raise refused("Inference-Header-Content-Length", size, allowed, "Count the JSON.")
         self._service.admit()
-        request = await self._service.decoded(size, lambda: object_of_json(body[:size]))
+        request = object_of_json(body[:size])
         model = self._service.model(name, version)
         inputs = _objects(request, "inputs", required=True)
         wanted = _objects(request, "outputs", required=False)
         names = [_text(one, "name") for one in wanted]
-        outputs = await self._service.predict(
+        outputs = self._service.predict(
             model,
             [_text(one, "name") for one in inputs],
             lambda: _inputs_of_json(inputs, memoryview(body)[size:]),
@@ -122,30 +122,30 @@ class OpenInference:
         }
         return model.name, _json_reply(request, model, outputs, flags, every)
 
-    async def _live(self, data: bytes) -> tuple[str, bytes]:
+    def _live(self, data: bytes) -> tuple[str, bytes]:
         parsed(oip.ServerLiveRequest, data)
         return "", oip.ServerLiveResponse(live=True).SerializeToString()
 
-    async def _ready(self, data: bytes) -> tuple[str, bytes]:
+    def _ready(self, data: bytes) -> tuple[str, bytes]:
         parsed(oip.ServerReadyRequest, data)
         ready = self._service.models.ready
         return "", oip.ServerReadyResponse(ready=ready).SerializeToString()
 
-    async def _server_metadata(self, data: bytes) -> tuple[str, bytes]:
+    def _server_metadata(self, data: bytes) -> tuple[str, bytes]:
         parsed(oip.ServerMetadataRequest, data)
         return "", oip.ServerMetadataResponse(**self.server_metadata()).SerializeToString()
 
-    async def _model_ready(self, data: bytes) -> tuple[str, bytes]:
+    def _model_ready(self, data: bytes) -> tuple[str, bytes]:
         request = parsed(oip.ModelReadyRequest, data)
         ready = self.model_ready(request.name, version_of(request.version))
         return request.name, oip.ModelReadyResponse(ready=ready).SerializeToString()
 
-    async def _model_metadata(self, data: bytes) -> tuple[str, bytes]:
+    def _model_metadata(self, data: bytes) -> tuple[str, bytes]:
         request = parsed(oip.ModelMetadataRequest, data)
         found = self.model_metadata(request.name, version_of(request.version))
         return request.name, oip.ModelMetadataResponse(**found).SerializeToString()
 
-    async def _infer(self, data: bytes) -> tuple[str, bytes]:
+    def _infer(self, data: bytes) -> tuple[str, bytes]:
         self._service.admit()
         request = parsed(oip.ModelInferRequest, data)
         model = self._service.model(request.model_name, version_of(request.model_version))
@@ -153,7 +153,7 @@ class OpenInference:
         if raw and len(raw) != len(request.inputs):
             allowed = f"{len(request.inputs)}, one of each input"
             raise refused("raw_input_contents", len(raw), allowed, "Send all inputs raw, or none.")
-        outputs = await self._service.predict(
+        outputs = self._service.predict(
             model,
             [one.name for one in request.inputs],
             lambda: (

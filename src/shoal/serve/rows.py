@@ -49,6 +49,7 @@ class PooledRows:
         )
         self._requests = Requests(parts.features, tables_G, self._compiled.plan, _CPU)
         self._exchange, self._sequences = exchange, parts.inputs.sequences
+        self.is_local = isinstance(exchange, LocalExchange)
 
     def __call__(self, batch: KeyedRagged) -> dict[str, Tensor]:
         """Model inputs [B, ...] by name."""

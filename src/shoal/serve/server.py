@@ -1,17 +1,15 @@
-"""A process's ports: gRPC and HTTP on one event loop, in a thread of its own."""
+"""A process's ports: gRPC, and HTTP on an event loop in a thread of its own."""
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import ssl
 import sys
 import threading
-from concurrent.futures import Future
-from contextlib import AsyncExitStack, suppress
+import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import grpc
 import uvicorn
@@ -22,7 +20,7 @@ from shoal.serve.http_server import make_app
 from shoal.serve.service import Service
 
 _GRACE_S = 5.0
-_SWITCH_S = 0.0005  # a worker that is done waits no longer for the loop's thread
+_SWITCH_S = 0.0005  # threads of calls wait no longer for the one that computes
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,56 +60,27 @@ class ModelServer:
         self._service, self._tls, self._version = service, tls, version
         self._wanted_grpc, self._wanted_http = grpc_address, http_address
         self.grpc_address = self.http_address = ""
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._end: asyncio.Event | None = None
-        self._started: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, name="shoal server", daemon=True)
+        self._stops = ExitStack()
 
     def __enter__(self) -> ModelServer:
-        self._switch_s = sys.getswitchinterval()
-        sys.setswitchinterval(_SWITCH_S)
-        self._service.__enter__()
-        self._thread.start()
-        try:
-            self._started.result()
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
+        _check(self._tls)
+        with ExitStack() as stops:
+            stops.callback(sys.setswitchinterval, sys.getswitchinterval())
+            sys.setswitchinterval(_SWITCH_S)
+            stops.enter_context(self._service)
+            if self._wanted_grpc is not None:
+                self._start_grpc(self._wanted_grpc, stops)
+            if self._wanted_http is not None:
+                self._start_http(self._wanted_http, stops)
+            self._stops = stops.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._loop is not None and self._end is not None:
-            with suppress(RuntimeError):  # it ended by itself
-                self._loop.call_soon_threadsafe(self._end.set)
-        self._thread.join()
-        self._service.__exit__(None, None, None)
-        sys.setswitchinterval(self._switch_s)
+    def __exit__(self, *of: object) -> None:
+        self._stops.close()
 
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._serve())
-        except BaseException as error:  # noqa: BLE001  who starts the server gets it
-            if not self._started.done():
-                self._started.set_exception(error)
-
-    async def _serve(self) -> None:
-        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
-        _check(self._tls)
-        async with AsyncExitStack() as stops:
-            if self._wanted_grpc is not None:
-                await self._start_grpc(self._wanted_grpc, stops)
-            if self._wanted_http is not None:
-                await self._start_http(self._wanted_http, stops)
-            self._started.set_result(None)
-            await self._end.wait()
-
-    async def _start_grpc(self, address: str, stops: AsyncExitStack) -> None:
+    def _start_grpc(self, address: str, stops: ExitStack) -> None:
         server = make_server(self._service, self._version)
+        stops.callback(lambda: server.stop(_GRACE_S).wait())
         host, _ = _split(address)
         try:
             if self._tls is None:
@@ -121,11 +90,10 @@ class ModelServer:
                 port = server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
         except RuntimeError as error:
             raise _taken(address, error) from error
-        await server.start()
+        server.start()
         self.grpc_address = f"{host}:{port}"
-        stops.push_async_callback(server.stop, _GRACE_S)
 
-    async def _start_http(self, address: str, stops: AsyncExitStack) -> None:
+    def _start_http(self, address: str, stops: ExitStack) -> None:
         host, number = _split(address)
         listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         stops.callback(listening.close)
@@ -146,16 +114,19 @@ class ModelServer:
         )
         config.load()
         server = uvicorn.Server(config)
-        self.http_address = f"{host}:{listening.getsockname()[1]}"
-        serving = asyncio.ensure_future(server.serve(sockets=[listening]))
-        while not server.started and not serving.done():
-            await asyncio.sleep(0.01)
+        thread = threading.Thread(
+            target=server.run, args=([listening],), name="shoal http", daemon=True
+        )
+        thread.start()
 
-        async def stop() -> None:
+        def stop() -> None:
             server.should_exit = True
-            await serving
+            thread.join()
 
-        stops.push_async_callback(stop)
+        stops.callback(stop)
+        while not server.started and thread.is_alive():
+            time.sleep(0.01)
+        self.http_address = f"{host}:{listening.getsockname()[1]}"
 
 
 def _split(address: str) -> tuple[str, int]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, TypeVar
+from typing import Any
 
+import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from shoal.errors import (
@@ -35,10 +36,10 @@ _BUCKETS_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _LOOKUP = "lookup"
 _MOST_MESSAGE = 4096  # gRPC sends it in a header, and headers are short
-_LARGE_BYTES = 1 << 18  # requests that are decoded in a thread, so that others are heard meanwhile
 _BYTES_AN_ELEMENT = 4  # so that a request takes not much more memory than its bytes
-_T = TypeVar("_T")
+_THREADS = 64  # of callers: who computes does so for those that wait
 _known: ContextVar[str] = ContextVar("model of the call", default="")
+_is_there: ContextVar[Callable[[], bool]] = ContextVar("whether the caller waits")
 
 
 class Code(IntEnum):
@@ -73,28 +74,23 @@ class Limits:
     Args:
         most_bytes: of a request.
         most_rows: of a batch that is joined from several requests.
-        most_waiting: requests that wait for a worker.
+        most_calls: under way at once; more are refused.
         requests_per_s: None: any number.
-        workers: threads that compute; None: one a core.
+        workers: requests, or batches of them, that are computed at once; None: one a core.
     """
 
     most_bytes: int = 32 << 20
     most_rows: int = 1024
-    most_waiting: int = 4096
+    most_calls: int = 4096
     requests_per_s: float | None = None
     workers: int | None = None
 
     def __post_init__(self) -> None:
         """Raises: ConfigError: a limit that lets nothing through."""
-        for name in ("most_bytes", "most_rows", "most_waiting", "requests_per_s", "workers"):
+        for name in ("most_bytes", "most_rows", "most_calls", "requests_per_s", "workers"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{name} of a server", value, "above 0", f"Raise {name}.")
-
-    @property
-    def most_calls(self) -> int:
-        """Calls under way on a port: those that wait, and room for health and metrics."""
-        return self.most_waiting + 1024
 
 
 def code_of(error: BaseException) -> Code:
@@ -127,6 +123,7 @@ class Service:
 
     Attributes:
         registry: of the metrics.
+        threads: that calls run on.
     """
 
     def __init__(
@@ -155,7 +152,6 @@ class Service:
         self._batcher = Batcher(
             workers=self.limits.workers,
             most_rows=self.limits.most_rows,
-            most_waiting=self.limits.most_waiting,
             observe=self._observe,
         )
         self._follows: set[str] = set()
@@ -164,11 +160,14 @@ class Service:
         self.started_s = time.time()
 
     def __enter__(self) -> Service:
-        self._batcher.__enter__()
+        # Each computes on one core; there are as many that compute as cores.
+        self.threads = ThreadPoolExecutor(
+            _THREADS, "shoal call", initializer=torch.set_num_threads, initargs=(1,)
+        )
         return self
 
     def __exit__(self, *of: Any) -> None:
-        self._batcher.__exit__(None, None, None)
+        self.threads.shutdown()
 
     def allows(self, authorization: str | None) -> bool:
         """Whether a caller knows the token."""
@@ -197,11 +196,7 @@ class Service:
         """
         self._bucket.take()
 
-    async def decoded(self, size_bytes: int, decode: Callable[[], _T]) -> _T:
-        """What a call makes of a request; of a large one in a thread."""
-        return decode() if size_bytes <= _LARGE_BYTES else await asyncio.to_thread(decode)
-
-    async def predict(
+    def predict(
         self,
         model: Model,
         names: Sequence[str],
@@ -232,8 +227,8 @@ class Service:
         for name in wanted:
             if name not in names:
                 raise unknown_name("output of the model", name, names)
-        request = await self.decoded(size_bytes, lambda: model.read(self._within(decode())))
-        outputs = await self._batcher.predict(model, request, size_bytes)
+        request = model.read(self._within(decode()))
+        outputs = self._batcher.predict(model, request, size_bytes, _is_there.get(lambda: True))
         return {name: outputs[name] for name in wanted or outputs if name in outputs}
 
     def _within(self, arrays: Iterable[tuple[str, Array]]) -> Mapping[str, Array]:
@@ -247,18 +242,24 @@ class Service:
             inputs[name] = array
         return inputs
 
-    async def timed(
-        self, protocol: str, call: Callable[[], Awaitable[tuple[str, Any]]]
+    def timed(
+        self,
+        protocol: str,
+        call: Callable[[], tuple[str, Any]],
+        is_there: Callable[[], bool] = lambda: True,
     ) -> tuple[Code, Any]:
-        """(code, reply or message) of a call that returns its model's name and its reply."""
+        """(code, reply or message) of a call that returns its model's name and its reply.
+
+        is_there: whether the caller still waits for it.
+        """
         began_s = time.perf_counter()
         code, reply = Code.OK, None
         _known.set("")
+        _is_there.set(is_there)
         try:
-            model, reply = await call()
-        except asyncio.CancelledError:
-            self._count(_known.get(), protocol, Code.CANCELLED, began_s)
-            raise
+            model, reply = call()
+        except CancelledError:
+            model, code, reply = _known.get(), Code.CANCELLED, "the caller has left"
         except Exception as error:  # noqa: BLE001  its caller gets a code for it
             model, code, reply = _known.get(), code_of(error), message_of(error)
         self._count(model, protocol, code, began_s)

@@ -5,12 +5,12 @@ An id feature is one input of its name: [B] or [B, 1], one id an example; a feat
 without it); or the ids of all examples one after another, [N], with their lengths. Ids are
 integers, or texts, which become ids as in training. Every int64 is a legal id, so that no value
 could stand for padding. Dense columns are one input, "dense" [B, n]. A model of several tasks
-returns probabilities [B, T].
+returns probabilities [B, T]. The dense module alone takes pooled rows in place of ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,10 +19,11 @@ import torch
 from shoal.config.build import ModelParts
 from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, unknown_name
 from shoal.ids import ids_of_text
+from shoal.models import tasks
 from shoal.ragged import KeyedRagged
 from shoal.serve.tensors import Array
 
-DENSE, LENGTHS, PREDICTION = "dense", "_lengths", "prediction"
+DENSE, LENGTHS, LOGITS, PREDICTION = "dense", "_lengths", "logits", "prediction"
 SIGNATURES = ("", "serving_default")
 MOST_EXAMPLES = 1 << 16  # of a request
 
@@ -53,6 +54,38 @@ class Examples:
     values: tuple[Array, ...]
     lengths: tuple[Array, ...]
     dense: Array | None
+
+
+def dense_inputs(parts: ModelParts, num_dense: int) -> tuple[ServedTensor, ...]:
+    """What a model's dense module takes, in its order: dense columns, pooled rows, sequences."""
+    own, many = parts.inputs, len(parts.inputs.sequences)
+    shapes: dict[str, tuple[int, ...]] = {DENSE: (num_dense,)} if num_dense else {}
+    shapes[tasks.EMBEDDINGS] = own.num_features, own.dim
+    if any(layout.name == tasks.FIRST_ORDER for layout in parts.layouts):
+        shapes[tasks.FIRST_ORDER] = (own.num_features,)
+    if many:
+        shapes[tasks.SEQUENCES] = many, own.length, own.dim
+    found = [ServedTensor(name, "float32", (-1, *shape)) for name, shape in shapes.items()]
+    return (*found, *([ServedTensor(tasks.LENGTHS, "int64", (-1, many))] if many else ()))
+
+
+def dense_example(inputs: Iterable[ServedTensor], batch: int) -> tuple[torch.Tensor | None, ...]:
+    """Values for a dense module's inputs, in its order; None for dense or first-order ones it
+    lacks."""
+    generator = torch.Generator().manual_seed(batch)
+    given: dict[str, torch.Tensor | None] = dict.fromkeys(
+        (DENSE, tasks.EMBEDDINGS, tasks.FIRST_ORDER)
+    )
+    longest = 0
+    for one in inputs:
+        shape = (batch, *one.shape[1:])
+        longest = shape[2] if one.name == tasks.SEQUENCES else longest
+        if one.dtype == "int64":
+            made = torch.randint(longest + 1, shape, generator=generator, device="cpu")
+        else:
+            made = torch.randn(shape, generator=generator, device="cpu")
+        given[one.name] = made
+    return tuple(given.values())
 
 
 class ExampleReader:
@@ -92,8 +125,8 @@ class ExampleReader:
                 remedy="Rename the feature.",
             )
         self._names = frozenset(names)
-        tasks = (len(parts.tasks),) if len(parts.tasks) > 1 else ()
-        outputs = (ServedTensor(PREDICTION, "float32", (-1, *tasks)),)
+        many = (len(parts.tasks),) if len(parts.tasks) > 1 else ()
+        outputs = (ServedTensor(PREDICTION, "float32", (-1, *many)),)
         self.signature = ModelSignature(tuple(inputs), outputs)
 
     def read(self, inputs: Mapping[str, Array]) -> Examples:
@@ -118,7 +151,7 @@ class ExampleReader:
                     remedy="Shorten the lists.",
                 )
             if size < 0:
-                size = _checked_size(len(counts))
+                size = checked_size(len(counts))
             _check_size(name, len(counts), size)
             values.append(ids)
             lengths.append(counts)
@@ -180,18 +213,32 @@ class ExampleReader:
     def _dense(self, inputs: Mapping[str, Array], size: int) -> Array | None:
         if not self._num_dense:
             return None
-        given = inputs.get(DENSE)
-        if given is None or given.shape != (size, self._num_dense):
-            raise _shape(DENSE, given, f"[{size}, {self._num_dense}]")
-        if given.dtype.kind not in "fiu":
-            raise DTypeError(
-                f"dtype of input {DENSE!r}", given.dtype, "numbers", "Send floating numbers."
-            )
-        dense = np.ascontiguousarray(given, dtype=np.float32)
-        if not np.isfinite(dense).all():
-            remedy = "Send what stands for a missing value in training."
-            raise InputError(f"input {DENSE!r}", "NaN or infinity", "finite numbers", remedy)
-        return dense
+        wanted = ServedTensor(DENSE, "float32", (-1, self._num_dense))
+        return as_numbers(inputs.get(DENSE), wanted, size)
+
+
+def as_numbers(given: Array | None, wanted: ServedTensor, size: int) -> Array:
+    """An input of `size` examples in its dtype: finite floats, or whole numbers of 0 or more.
+
+    Raises:
+        ShapeError: another shape, or none given.
+        InputError: other numbers, or none.
+    """
+    name, shape = wanted.name, (size, *wanted.shape[1:])
+    if given is None or given.shape != shape:
+        raise _shape(name, given, str(list(shape)))
+    whole = wanted.dtype == "int64"
+    if given.dtype.kind not in ("iu" if whole else "fiu"):
+        what = "whole" if whole else "floating"
+        raise DTypeError(
+            f"dtype of input {name!r}", given.dtype, "numbers", f"Send {what} numbers."
+        )
+    with np.errstate(over="ignore"):  # what is too large is infinite
+        numbers = np.ascontiguousarray(given, dtype=wanted.dtype)
+    if not np.isfinite(numbers).all():
+        remedy = "Send what stands for a missing value in training."
+        raise InputError(f"input {name!r}", "NaN or infinity", "finite numbers", remedy)
+    return numbers
 
 
 def as_ids(name: str, given: Array) -> Array:
@@ -211,7 +258,12 @@ def as_ids(name: str, given: Array) -> Array:
     return flat.view(np.int64) if given.dtype == np.uint64 else flat.astype(np.int64, copy=False)
 
 
-def _checked_size(size: int) -> int:
+def checked_size(size: int) -> int:
+    """A number of examples.
+
+    Raises:
+        ShapeError: too many for a request.
+    """
     if size > MOST_EXAMPLES:
         raise ShapeError(
             "examples of a request", size, f"at most {MOST_EXAMPLES}", "Send several requests."

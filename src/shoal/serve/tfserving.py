@@ -60,13 +60,13 @@ class TfServing:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def predict(self, data: bytes) -> tuple[str, bytes]:
+    def predict(self, data: bytes) -> tuple[str, bytes]:
         """PredictionService.Predict."""
         self._service.admit()
         request = parsed(tfs.PredictRequest, data)
         spec = request.model_spec
         model = self._service.model(spec.name, asked_version(spec), spec.signature_name)
-        outputs = await self._service.predict(
+        outputs = self._service.predict(
             model,
             list(request.inputs),
             lambda: ((name, tensor_of_tf(name, tensor)) for name, tensor in request.inputs.items()),
@@ -80,7 +80,7 @@ class TfServing:
             reply.outputs[name].CopyFrom(tensor_to_tf(array, raw=raw))
         return model.name, reply.SerializeToString()
 
-    async def metadata(self, data: bytes) -> tuple[str, bytes]:
+    def metadata(self, data: bytes) -> tuple[str, bytes]:
         """PredictionService.GetModelMetadata."""
         request = parsed(tfs.GetModelMetadataRequest, data)
         fields = set(request.metadata_field)
@@ -94,7 +94,7 @@ class TfServing:
         reply.metadata[_SIGNATURE_DEF].CopyFrom(packed)
         return model.name, reply.SerializeToString()
 
-    async def status(self, data: bytes) -> tuple[str, bytes]:
+    def status(self, data: bytes) -> tuple[str, bytes]:
         """ModelService.GetModelStatus."""
         spec = parsed(tfs.GetModelStatusRequest, data).model_spec
         reply = tfs.GetModelStatusResponse()
@@ -111,7 +111,7 @@ class TfServing:
             )
         return spec.name, reply.SerializeToString()
 
-    async def rest_predict(
+    def rest_predict(
         self, name: str, version: int | None, body: Mapping[str, Any], size_bytes: int
     ) -> tuple[str, dict[str, Any]]:
         """POST :predict, in rows ("instances") or columns ("inputs"); `admit` comes before it."""
@@ -130,7 +130,7 @@ class TfServing:
         if columns is None:
             names = [one.name for one in required]
             raise refused("inputs", type(given).__name__, f"values by name: {names}", "Name them.")
-        outputs = await self._service.predict(
+        outputs = self._service.predict(
             model, list(columns), lambda: arrays_of_json(columns), size_bytes=size_bytes
         )
         made = {key: array.tolist() for key, array in outputs.items()}
@@ -140,7 +140,7 @@ class TfServing:
         rows = [dict(zip(made, row, strict=True)) for row in zip(*made.values(), strict=True)]
         return model.name, {"predictions": rows if only is None else only}
 
-    async def rest_status(self, name: str, version: int | None) -> tuple[str, dict[str, Any]]:
+    def rest_status(self, name: str, version: int | None) -> tuple[str, dict[str, Any]]:
         """GET of a model."""
         return name, {
             "model_version_status": [
@@ -156,7 +156,7 @@ class TfServing:
             ]
         }
 
-    async def rest_metadata(self, name: str, version: int | None) -> tuple[str, dict[str, Any]]:
+    def rest_metadata(self, name: str, version: int | None) -> tuple[str, dict[str, Any]]:
         """GET of a model's metadata."""
         model = self._service.model(name, version)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from shoal.checkpoint import Manifest, load_share, read_manifest
+from shoal.checkpoint import Contents, LoadOptions, Manifest, load, load_share, read_manifest
 from shoal.checkpoint.dense import read_module
 from shoal.checkpoint.manifest import MANIFEST
 from shoal.checkpoint.storage import Storage
@@ -19,6 +20,9 @@ from shoal.table.cpu.shard import CpuShard
 from shoal.table.hosting import HostedTables, hosted_specs
 from shoal.table.spec import TableSpec
 
+Only = Literal["rows", "dense"]
+"""The half of a model that is wanted; None is both."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServedCheckpoint:
@@ -27,8 +31,8 @@ class ServedCheckpoint:
     Args:
         url: its folder.
         manifest: of it; `id` and `version` are where a publisher follows on.
-        shard: with the rows.
-        dense: weights of the module; empty where none was saved.
+        shard: with the rows; empty where only dense weights were wanted.
+        dense: weights of the module; empty where none was saved, or only rows were wanted.
     """
 
     url: str
@@ -56,6 +60,7 @@ def load_checkpoint(
     share: Share = ALL,
     *,
     collection: str | None = None,
+    only: Only | None = None,
 ) -> ServedCheckpoint:
     """Load a checkpoint for serving.
 
@@ -64,6 +69,7 @@ def load_checkpoint(
         specs: the tables as they are served: other dtypes and no state than were saved.
         share: of the rows.
         collection: that the tables were saved as; None: the one that has them.
+        only: this half of it.
 
     Raises:
         CheckpointError: it is missing or damaged, or has not these tables.
@@ -76,10 +82,29 @@ def load_checkpoint(
         placement = Placement(share.of, tuple(placed))
     hosted = tuple(specs) if placement is None else hosted_specs(specs, placement, share.index)
     shard = CpuShard(hosted)
-    tables = HostedTables(tuple(specs), shard, placement)
-    load_share([url], tables, share.index, collection=collection, state=False)
-    shard.release(None)  # deletions need not be kept
-    return ServedCheckpoint(url, manifest, shard, read_module(Storage(url), manifest, collection))
+    if only != "dense":
+        tables = HostedTables(tuple(specs), shard, placement)
+        load_share([url], tables, share.index, collection=collection, state=False)
+        shard.release(None)  # deletions need not be kept
+    dense = {} if only == "rows" else read_module(Storage(url), manifest, collection)
+    return ServedCheckpoint(url, manifest, shard, dense)
+
+
+def load_module(url: str, name: str, module: nn.Module) -> Mapping[str, Any]:
+    """Load a dense module's weights alone; the state of the job that was saved with them.
+
+    Args:
+        url: folder of a checkpoint.
+        name: that the module was saved as.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or of another module.
+    """
+    manifest = read_manifest(url)
+    others = {f"module:{one}" for one in manifest.modules if one != name}
+    others |= {f"optimizer:{one}" for one in manifest.optimizers}
+    options = LoadOptions(tables=(), state=False, allow_unknown=frozenset(others))
+    return load(url, Contents(modules={name: module}), options=options).state
 
 
 def _collection(manifest: Manifest, specs: Sequence[TableSpec]) -> str:

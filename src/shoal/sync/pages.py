@@ -10,11 +10,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
 from shoal import _core
@@ -46,7 +47,14 @@ class _TensorHead(BaseModel):
 
     name: Annotated[str, Field(max_length=1000)]
     dtype: str
-    shape: tuple[_Whole, ...]
+    shape: Annotated[tuple[_Whole, ...], Field(max_length=64)]
+
+    @model_validator(mode="after")
+    def _in_range(self) -> _TensorHead:
+        # Sizes next to a 0 count, too: strides are their products.
+        if prod(max(1, n) for n in self.shape) >= 1 << 40:
+            raise ValueError(f"sizes {list(self.shape[:8])}")
+        return self
 
 
 class _Head(BaseModel):

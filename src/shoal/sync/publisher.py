@@ -63,18 +63,20 @@ class Ask(BaseModel):
     Args:
         method: "hello": tables, rank and number of ranks; "after": segments after a version;
             "page": one of a segment; "pass": start a pass over all rows; "next": its next page;
-            "dense": tensors; "goodbye": it asks no more.
+            "newest": versions of rows and dense weights, of who wants no rows; "dense": tensors;
+            "goodbye": it asks no more.
         incarnation, version: what the replica has.
         checkpoint: id of the one that it has loaded, in place of both.
         share, of: which rows it wants: part `share` of `of` of the hashes.
-        number, page: of a segment or pass, and of its page; of "after": of its dense weights.
+        number, page: of a segment or pass, and of its page; of "after" and "newest": of its dense
+            weights.
         replica: who asks. It has one pass at a time.
         reply_s: how long it waits for a reply.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    method: Literal["hello", "after", "page", "pass", "next", "dense", "goodbye"]
+    method: Literal["hello", "after", "newest", "page", "pass", "next", "dense", "goodbye"]
     incarnation: _Whole = 0
     version: _Whole = 0
     number: _Whole = 0
@@ -229,24 +231,9 @@ class Publisher:
         consumer: str = "publisher",
         resumed: tuple[str, Cursor] | None = None,
     ) -> None:
+        check_published(tables)
         placement = tables.placement
         self._rank, self._of = rank, 1 if placement is None else placement.world_size
-        sliced = [one.name for one in tables.shard.specs if one.hashed_as is not None]
-        if sliced:
-            raise ConfigError(
-                "tables to publish",
-                got=f"columns of tables: {sorted(sliced)}",
-                allowed="whole rows: row_wise, table_row_wise, table_wise or data_parallel tables",
-                remedy="Choose another sharding than column_wise and grid for them.",
-            )
-        coded = [one.name for one in tables.specs if one.dtype == "int8"]
-        if coded:
-            raise ConfigError(
-                "tables to publish",
-                got=f"int8 tables: {coded}",
-                allowed="rows of floats; a replica may keep them as int8",
-                remedy="Train them as float32 or float16, and give the replica dtype=int8.",
-            )
         self._shard, self.specs, self._placement = tables.shard, tables.specs, placement
         names = [spec.name for spec in self.specs]
         self._tables = {
@@ -275,6 +262,7 @@ class Publisher:
         self._methods: dict[str, Callable[[Ask], _Answer]] = {
             "hello": self._hello,
             "after": self._after,
+            "newest": self._newest,
             "page": self._page,
             "pass": self._open_pass,
             "next": self._next,
@@ -491,12 +479,13 @@ class Publisher:
         return {**found, "placement": placement}, []
 
     def _note(self, ask: Ask) -> None:
-        """That a replica is there; what it has, it says when it asks "after"."""
+        """That a replica is there; what it has, it says when it asks "after" or "newest"."""
         with self._lock:
             if len(self._replicas) > _MOST_REPLICAS:
                 self._replicas.clear()
             _, last = self._replicas.get(ask.replica, (0.0, ask))
-            self._replicas[ask.replica] = time.monotonic(), ask if ask.method == "after" else last
+            has = ask if ask.method in ("after", "newest") else last
+            self._replicas[ask.replica] = time.monotonic(), has
 
     def drain(self, timeout_s: float) -> bool:
         """Take a turn, and wait until all replicas that ask have it; whether they do."""
@@ -530,6 +519,12 @@ class Publisher:
         answer = {"known": known, "segments": listed, "closed_s": closed_s, "dense": dense}
         where = {"incarnation": there.incarnation, "version": there.version}
         return {**answer, **where, "last_step": last_step}, []
+
+    def _newest(self, ask: Ask) -> _Answer:
+        with self._lock:
+            cursor, dense, closed_s = self._cursor or Cursor(), self._dense[0], self._closed_s
+        where = {"incarnation": cursor.incarnation, "version": cursor.version}
+        return {**where, "closed_s": closed_s, "dense": dense}, []
 
     def _page(self, ask: Ask) -> _Answer:
         with self._lock:
@@ -583,6 +578,32 @@ class Publisher:
                 self._dense_packed = version, pack_dense(tensors)
             version, page = self._dense_packed
         return version, [page]
+
+
+def check_published(tables: HostedTables) -> None:
+    """On every rank alike, whichever rows it has.
+
+    Raises:
+        ConfigError: tables that are split by columns, or of int8 rows.
+    """
+    placement = tables.placement
+    placed = () if placement is None else placement.tables()
+    sliced = [name for name in placed if placement and len(placement.of(name)) > 1]
+    if sliced:
+        raise ConfigError(
+            "tables to publish",
+            got=f"columns of tables on several ranks: {sliced}",
+            allowed="whole rows: row_wise, table_row_wise, table_wise or data_parallel tables",
+            remedy="Choose another sharding than column_wise and grid for them.",
+        )
+    coded = [one.name for one in tables.specs if one.dtype == "int8"]
+    if coded:
+        raise ConfigError(
+            "tables to publish",
+            got=f"int8 tables: {coded}",
+            allowed="rows of floats; a replica may keep them as int8",
+            remedy="Train them as float32 or float16, and give the replica dtype=int8.",
+        )
 
 
 def address_of_rank(address: str, rank: int) -> str:

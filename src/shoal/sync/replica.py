@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import threading
 import time
@@ -22,7 +21,8 @@ from shoal.comm.transport import Client, Frames, Reply, Secret
 from shoal.errors import CheckpointError, ConfigError, DataError, ServerLost
 from shoal.placement import BUCKETS, Placement, hash_ids, owners
 from shoal.rules.optimizers import SGD
-from shoal.sync.checkpoints import load_checkpoint, newest_checkpoint
+from shoal.sync.answers import answer_of
+from shoal.sync.checkpoints import Only, load_checkpoint, newest_checkpoint
 from shoal.sync.pages import DeletedIds, Share, row_ranges, sealed, unpack, unpack_dense, unsealed
 from shoal.sync.publisher import LONGEST_PAUSE_S, MOST_REPLY_S, TRIES, Ask
 from shoal.sync.status import Rate, ReplicaStatus, SourceStatus
@@ -112,6 +112,8 @@ class Replica:
             loaded next to the rows in use, and takes their place as a whole.
         share, of: hold part `share` of `of` of the rows, split by hash as a placement splits them
             over ranks, however many ranks the trainer has.
+        only: "rows" or "dense", for servers of one half of a model; the publisher sends no more
+            than that. Dense weights are asked of rank 0 alone.
 
     Raises:
         ConfigError: an address that is none, neither publishers nor a checkpoint, or no such share.
@@ -131,18 +133,21 @@ class Replica:
         follow_checkpoints_s: float | None = None,
         share: int = 0,
         of: int = 1,
+        only: Only | None = None,
     ) -> None:
         _check(publishers, checkpoint, follow_checkpoints_s, share, of)
         self._trained = tuple(specs)
         self.specs = tuple(serving_spec(spec, dtype) for spec in specs)
         self._served = Served(CpuShard(self.specs), {})
         self._share = Share(share, of)
-        self._client = Client(publishers, secret=secret) if publishers else None
+        self._only, self._ranks = only, len(publishers)
+        asked = publishers[:1] if only == "dense" else publishers
+        self._client = Client(asked, secret=secret) if asked else None
         self._every_s, self._reply_s = every_s, reply_s
         self._url, self._collection = checkpoint, collection
         self._follow_s = follow_checkpoints_s
         self._checkpoint: tuple[str, Manifest] | None = None  # its folder
-        self._sources = [_Source(index) for index in range(max(1, len(publishers)))]
+        self._sources = [_Source(index) for index in range(max(1, len(asked)))]
         self._listing = threading.Lock()  # a shard has 8 snapshots, a trainer any number of ranks
         self._name = uuid.uuid4().hex
         self._ending = threading.Event()
@@ -152,7 +157,8 @@ class Replica:
 
     def _jobs(self) -> list[tuple[_Source, Callable[[_Source], None], float]]:
         if self._client is not None:
-            return [(one, self._turn, self._every_s) for one in self._sources]
+            turn = self._turn_dense if self._only == "dense" else self._turn
+            return [(one, turn, self._every_s) for one in self._sources]
         if self._follow_s is not None:
             return [(self._sources[0], self._reload, self._follow_s)]
         return []
@@ -282,7 +288,9 @@ class Replica:
         url = newest_checkpoint(self._url)
         if self._checkpoint is not None and self._checkpoint[0] == url:
             return
-        loaded = load_checkpoint(url, self.specs, self._share, collection=self._collection)
+        loaded = load_checkpoint(
+            url, self.specs, self._share, collection=self._collection, only=self._only
+        )
         self._served = Served(loaded.shard, loaded.dense)
         self._checkpoint = url, loaded.manifest
         for one in self._sources:
@@ -303,8 +311,8 @@ class Replica:
             incarnation=source.incarnation,
             version=source.version,
             checkpoint="" if begins is None else begins[1].id,
-            # Dense weights are taken from rank 0; the others need not wait for them.
-            number=source.dense_version if source.index == 0 else (1 << 62),
+            # Publishers whose dense weights are not taken need not wait for that.
+            number=source.dense_version if self._takes_dense(source) else (1 << 62),
         )
         said, _ = self._ask(source, ask)
         if not said["known"]:  # a trainer that started, maybe with another config
@@ -324,15 +332,37 @@ class Replica:
         if said["closed_s"] is not None:
             source.closed_s = said["closed_s"]
         self.shard.last_step = said["last_step"]
-        if source.index == 0 and said["dense"] not in (0, source.dense_version):
+        if self._takes_dense(source):
+            self._take_dense(source, said["dense"])
+
+    def _takes_dense(self, source: _Source) -> bool:
+        return source.index == 0 and self._only != "rows"
+
+    def _take_dense(self, source: _Source, newest: int) -> None:
+        if newest not in (0, source.dense_version):
             version, (data,) = self._ask(source, Ask(method="dense"))
             self._served = replace(self._served, dense=unpack_dense(data))
             source.dense_version = version
 
+    def _turn_dense(self, source: _Source) -> None:
+        """Dense weights alone."""
+        if not source.greeted:
+            self._greet(source)
+        has = source.incarnation, source.version, source.dense_version
+        ask = Ask(method="newest", incarnation=has[0], version=has[1], number=has[2])
+        said, _ = self._ask(source, ask)
+        if said["incarnation"] != source.incarnation:
+            self._greet(source)  # a trainer that started, maybe with another config
+            source.dense_version = 0  # it counts again
+        self._take_dense(source, said["dense"])
+        source.incarnation, source.version = said["incarnation"], said["version"]
+        if said["closed_s"] is not None:
+            source.closed_s = said["closed_s"]
+
     def _greet(self, source: _Source) -> None:
         said, _ = self._ask(source, Ask(method="hello"))
-        mine = [[spec.name, spec.dim, spec.dtype] for spec in self._trained]
-        wanted = {"tables": mine, "rank": source.index, "world_size": len(self._sources)}
+        mine = [(spec.name, spec.dim, spec.dtype) for spec in self._trained]
+        wanted = {"tables": mine, "rank": source.index, "world_size": self._ranks}
         for what, value in wanted.items():
             if said[what] != value:
                 raise ConfigError(
@@ -420,7 +450,7 @@ class Replica:
 
     def _ask(self, source: _Source, ask: Ask) -> tuple[Any, Frames]:
         said, frames = self._call(source, ask, self._reply_s).result()
-        return json.loads(unsealed(said)), frames
+        return answer_of(ask.method, unsealed(said)), frames
 
     def _call(self, source: _Source, ask: Ask, timeout_s: float) -> Reply:
         assert self._client is not None

@@ -34,6 +34,7 @@ class RunFolder:
         logs: log.jsonl and TensorBoard event files.
         checkpoints: those of the run, unless its settings name another folder.
         launch: which launcher's job made the folder.
+        best: names the best checkpoint, if the run keeps one.
         predictions: where predictions go unless another path is named.
     """
 
@@ -47,6 +48,7 @@ class RunFolder:
         self.logs = self.path / "logs"
         self.checkpoints = self.path / "checkpoints"
         self.launch = self.logs / "launch.json"
+        self.best = self.path / "best.json"
         self.predictions = self.path / "predictions.parquet"
 
     def write_metrics(self, figures: Mapping[str, Any]) -> None:
@@ -150,12 +152,22 @@ def find(run: str, overrides: Sequence[str]) -> tuple[RunFolder, RunConfig]:
 
 
 def checkpoint_of(folder: RunFolder) -> str | None:
-    """The folder or URL of a run's newest checkpoint; None: it has none, or is no run."""
+    """The folder or URL of a run's best checkpoint, if it kept one, else of its newest.
+
+    None: it has none, or is no run.
+    """
     if not folder.config.is_file():
         return None
     store = CheckpointStore(checkpoints_of(folder))
-    newest = store.latest()
-    return None if newest is None else store.folder(newest.name).url
+    entries = store.list()
+    if not entries:
+        return None
+    name = entries[-1].name
+    if folder.best.is_file():
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            best = json.loads(folder.best.read_text(encoding="utf-8"))["checkpoint"]
+            name = best if best in {entry.name for entry in entries} else name
+    return store.folder(name).url
 
 
 def checkpoints_of(folder: RunFolder) -> str:

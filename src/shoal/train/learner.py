@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,13 +26,13 @@ from shoal.errors import ConfigError
 from shoal.exchange.wire import Wire
 from shoal.models import Predicted
 from shoal.models.tasks import AMP_DTYPES, inputs_of_ids, outputs_of
-from shoal.optim import JointOptimizer, SparseOptimizer, clip_grad_norm_
+from shoal.optim import JointOptimizer, ParameterAverage, SparseOptimizer, clip_grad_norm_
 from shoal.planner import Plan
 from shoal.ps.averaging import DenseAverage, average_of
 from shoal.ps.client import Patience, ServerExchange, Servers, connect
 from shoal.ps.membership import ROLE, discovery_of, servers_of
 from shoal.ps.sending import Staleness
-from shoal.rules.schedules import as_rate
+from shoal.rules.schedules import Schedule, as_rate
 from shoal.table.hosting import HostedTables, hosted_spec
 from shoal.table.spec import TableSpec
 from shoal.train.ranks import ALONE, Ranks
@@ -82,6 +83,7 @@ class Learner:
         ranks: over more than one, tables are placed, the dense module is replicated or split, and
             batch normalisation counts the examples of all ranks.
         previous: the plan of the checkpoint to continue from, where that is to be kept.
+        rate_of: what becomes of the learning rates of tables and of dense weights.
 
     Attributes:
         model: Batch -> outputs; a `DistributedModelParallel` over several ranks.
@@ -100,6 +102,7 @@ class Learner:
         config: RunConfig,
         ranks: Ranks = ALONE,
         previous: Callable[[], Plan | None] = lambda: None,
+        rate_of: Callable[[float | Schedule], float | Schedule] = lambda rate: rate,
     ) -> None:
         self.name = name
         self.predicted = Predicted(name, parts.tasks)
@@ -124,18 +127,30 @@ class Learner:
         self.nan_policy = config.nan_policy
         self._device = torch.device(config.device)
         self._clip_norm = config.clip_norm
-        self._dense_settings = config.dense_optimizer
+        dense = config.dense_optimizer
+        self._dense_settings = dense.model_copy(update={"lr": rate_of(dense.lr)})
         self._moments: Collectives | None = None
         placed_here = ranks.mesh is not None and not self.served
         self.plan = planned(config, parts, ranks, previous) if placed_here else None
         self.model: nn.Module = self._spread(parts, config, ranks)
-        self.optimizer = _dense_optimizer(self.module, config.dense_optimizer)
+        self.optimizer = _dense_optimizer(self.module, self._dense_settings)
+        rates = {
+            (spec.name, part.name): part.optimizer.lr
+            for spec in parts.tables
+            for part in spec.segments
+            if hasattr(part.optimizer, "lr")
+        }
         self._sparse = SparseOptimizer(
-            self.tables, nan_policy=config.nan_policy, nan_clip=config.nan_clip
+            self.tables,
+            rates={key: made for key, own in rates.items() if (made := rate_of(own)) != own},
+            nan_policy=config.nan_policy,
+            nan_clip=config.nan_clip,
         )
         # Sparse first: it refuses a bad gradient before anything has changed.
         self.joint = JointOptimizer([self._sparse, self.optimizer])
         self._scaler = torch.amp.GradScaler(self._device.type, enabled=config.amp == "float16")
+        decay = config.dense_optimizer.ema
+        self._ema = None if decay is None else ParameterAverage(self.module, decay)
         self._average: DenseAverage | None = None
         if self._servers is not None and config.distributed.dense == "average":
             self._average = average_of(
@@ -183,6 +198,10 @@ class Learner:
             return Scorer(self.tables, self.module, parts, config)
         mesh, settings = ranks.mesh, config.distributed
         path = "auto" if settings.path == "ps" else settings.path
+        if settings.dense == "fsdp2" and config.dense_optimizer.ema is not None:
+            remedy = "Leave ema out, or set distributed.dense=ddp."
+            what = "dense_optimizer.ema under distributed.dense=fsdp2"
+            raise ConfigError(what, config.dense_optimizer.ema, "none", remedy)
         if settings.dense == "fsdp2" and config.amp == "float16":
             raise ConfigError(
                 "amp under distributed.dense=fsdp2",
@@ -258,6 +277,9 @@ class Learner:
             "steps": self.steps,
             "sparse": self._sparse.state_dict(),
             "scaler": self._scaler.state_dict(),
+            "average": None
+            if self._ema is None
+            else {name: one.cpu().clone() for name, one in self._ema.state_dict().items()},
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -266,8 +288,21 @@ class Learner:
         self._sparse.load_state_dict(state["sparse"])
         if state["scaler"] and self._scaler.is_enabled():
             self._scaler.load_state_dict(state["scaler"])
+        if self._ema is not None:
+            self._ema.load_state_dict(state["average"])
         if self._moments is not None:
             self._moments.step = self.steps
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within, predictions are those of averaged dense weights, where the run averages them."""
+        return nullcontext() if self._ema is None else self._ema.applied()
+
+    def loaded(self, average: Mapping[str, Tensor] | None = None) -> None:
+        """Dense weights were loaded; from here on they are the average, or what is given is."""
+        if self._ema is not None:
+            self._ema.restart()
+            if average is not None:
+                self._ema.load_state_dict(average)
 
     def check(self) -> None:
         """Raise what the last steps found in gradients; waits for a GPU.
@@ -292,6 +327,8 @@ class Learner:
         self._scaler.step(self.joint)
         self._scaler.update()
         self.joint.zero_grad()
+        if self._ema is not None:
+            self._ema.update()
         self.steps += 1
         if self._moments is not None:
             self._moments.step = self.steps
@@ -370,6 +407,13 @@ def _dense_optimizer(module: nn.Module, settings: DenseOptimizerSettings) -> tor
         weight_decay=settings.weight_decay,
         fused=True if fused else None,
     )  # type: ignore[call-arg]
+
+
+def average_in(state: Mapping[str, Any], name: str) -> Mapping[str, Tensor] | None:
+    """Averaged dense weights of a model in the state of a run's checkpoint; None without any."""
+    learners = state.get("run_state", {}).get("learners", {})
+    average: Mapping[str, Tensor] | None = learners.get(name, {}).get("average")
+    return average
 
 
 def contents_of(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from itertools import islice
 
@@ -17,6 +17,7 @@ from shoal.models.tasks import columns_of, split_all
 from shoal.pipeline import create_train_pipeline
 from shoal.table.hosting import HostedTables, hosted_spec
 from shoal.telemetry import ProgressLine, ProgressState, ScalarSink
+from shoal.train.course import Course
 from shoal.train.learner import Learner, window_weight
 from shoal.train.observing import RunObserver
 from shoal.train.ranks import Ranks
@@ -68,9 +69,9 @@ def _plain(
     run_state: RunState,
     batches: Iterable[Batch],
     accumulation: int,
-    saver: Saver,
+    saver: Saver | Course,
     evict_every_s: int | None,
-) -> Iterator[Trained]:
+) -> Generator[Trained]:
     """Train window by window; for one rank."""
     learners, due_s = run_state.learners, run_state.evict_due_s
     source = iter(batches)
@@ -92,10 +93,10 @@ def _overlapping(
     run_state: RunState,
     batches: Iterable[Batch],
     accumulation: int,
-    saver: Saver,
+    saver: Saver | Course,
     evict_every_s: int | None,
     staleness: int,
-) -> Iterator[Trained]:
+) -> Generator[Trained]:
     """Train while the next batches load and their ids travel; the same windows as `_plain`."""
     learners, control, first = run_state.learners, run_state.ranks.control, run_state.steps
     every = _Every(learners).train()
@@ -185,6 +186,7 @@ def train(
     *,
     staleness: int | None = None,
     evict_every_s: int | None = None,
+    course: Course | None = None,
 ) -> None:
     """Train all learners on the same batches, one pass.
 
@@ -203,6 +205,7 @@ def train(
         staleness: go through a pipeline, where looked-up rows may be stale by so many updates;
             None: window by window, on one rank.
         evict_every_s: event seconds between two evictions of expired rows; None evicts never.
+        course: pauses for evaluations as well as for saves, and may stop early.
 
     Raises:
         CheckpointError: a save failed.
@@ -213,10 +216,11 @@ def train(
     """
     recorder, ranks = run_state.recorder, run_state.ranks
     done = run_state.position if ranks.many else recorder.examples
+    pauses = course or saver
     if staleness is None:
-        windows = _plain(run_state, batches, accumulation, saver, evict_every_s)
+        windows = _plain(run_state, batches, accumulation, pauses, evict_every_s)
     else:
-        windows = _overlapping(run_state, batches, accumulation, saver, evict_every_s, staleness)
+        windows = _overlapping(run_state, batches, accumulation, pauses, evict_every_s, staleness)
 
     def point() -> None:
         main = run_state.learners[0]
@@ -227,7 +231,7 @@ def train(
 
     predicted = [one.predicted for one in run_state.learners]
     run_state.started()
-    with progress, observer:
+    with progress, observer, closing(windows):
         for trained in windows:
             recorder.add(trained.window, split_all(predicted, trained.logits))
             observer.stepped()
@@ -240,7 +244,9 @@ def train(
             if trained.paused:
                 run_state.check()
                 run_state.evict_due_s = trained.evict_due_s
-                saver.on_pause()
+                pauses.on_pause()
+            if course is not None and course.stops:
+                break
             saver.check()
             if ranks.leads and progress.due():
                 progress.show(_progress_state(run_state, done, saver.status()))
@@ -268,11 +274,14 @@ def evaluate_all(
     columns = columns_of(predicted)
     metrics = {name: BinaryMetrics(bins=CALIBRATION_BINS) for name in columns}
     examples = done = 0
-    with progress:
+    with progress, ExitStack() as held:
+        for one in learners:
+            held.enter_context(one.averaged())
         for batch in batches:
             found = {one.name: [one.predict(batch)] for one in learners}
             for name, (own_B,) in split_all(predicted, found).items():
-                metrics[name].update(own_B, batch.labels_BT[:, columns[name]], batch.weights)
+                labels_B = batch.labels_BT[:, columns[name]]
+                metrics[name].update(own_B, labels_B, batch.weights, batch.groups_B)
             examples += batch.labels.numel()
             done = batch.position if ranks.many else examples
             if ranks.leads and progress.due():

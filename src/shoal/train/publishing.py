@@ -15,10 +15,29 @@ from shoal.comm.transport import Secret
 from shoal.config.tree import RunConfig
 from shoal.errors import ConfigError, ShoalError
 from shoal.sync.pages import check_dense
-from shoal.sync.publisher import Publisher, address_of_rank
+from shoal.sync.publisher import Publisher, address_of_rank, check_published
 from shoal.train.learner import Learner
 from shoal.train.ranks import Ranks
 from shoal.train.saving import SavedChain
+
+
+def check_publishing(config: RunConfig, main: Learner) -> None:
+    """Before a run begins.
+
+    Raises:
+        ConfigError: rows or dense weights that cannot be published.
+    """
+    if config.publish is None:
+        return
+    if config.distributed.dense == "fsdp2":
+        raise ConfigError(
+            "publish",
+            got="distributed.dense=fsdp2",
+            allowed="whole dense weights on rank 0",
+            remedy="Leave publish out, or choose another dense.",
+        )
+    if not main.served:
+        check_published(main.tables.hosted)
 
 
 class Publishing:
@@ -51,13 +70,6 @@ class Publishing:
         self._publisher: Publisher | None = None
         self._held = ExitStack()
         self._due_s = 0.0
-        if self._settings is not None and config.distributed.dense == "fsdp2":
-            raise ConfigError(
-                "publish",
-                got="distributed.dense=fsdp2",
-                allowed="whole dense weights on rank 0",
-                remedy="Leave publish out, or choose another dense.",
-            )
         if main.served:
             self._settings = None  # its servers publish their rows
 
@@ -127,6 +139,7 @@ class Publishing:
 
     def _publish_dense(self, publisher: Publisher) -> None:
         if self._ranks.leads:
-            publisher.publish_dense(self._dense())
+            with self._main.averaged():
+                publisher.publish_dense(self._dense())
         if self._settings is not None:
             self._due_s = time.monotonic() + self._settings.dense_every_s

@@ -19,6 +19,7 @@ from shoal.comm.launch import current, init, pick_device, pin_cores
 from shoal.comm.launch_environment import detect
 from shoal.comm.mesh import Mesh
 from shoal.config import RunConfig
+from shoal.config.tree import Scaling
 from shoal.data import RankShare
 from shoal.distributed.model import lost_in_backward
 from shoal.errors import CollectiveFailed, ShoalError
@@ -165,8 +166,16 @@ def gather_ranks(config: RunConfig) -> tuple[Ranks, RunConfig]:
     mesh = init(device=config.device, timeout_s=config.distributed.timeout_s)
     if mesh.world_size == 1:
         return ALONE, _on(config, resolve_device(config.device))
-    return Ranks(mesh), _on(config, str(mesh.device))
+    return Ranks(mesh), _on(config, str(mesh.device), mesh.world_size)
 
 
-def _on(config: RunConfig, device: str) -> RunConfig:
-    return config.model_copy(update={"device": device})
+def _on(config: RunConfig, device: str, world_size: int = 1) -> RunConfig:
+    size = round(config.data.batch_size * scaled_by(config.distributed.batch_scaling, world_size))
+    data = config.data.model_copy(update={"batch_size": size})
+    return config.model_copy(update={"device": device, "data": data})
+
+
+def scaled_by(how: Scaling, world_size: int) -> float:
+    """What a number of one rank is multiplied by for more."""
+    exponent: float = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[how]
+    return float(world_size**exponent)

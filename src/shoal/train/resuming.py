@@ -57,6 +57,8 @@ def _fill(url: str, settings: WarmStartSettings, run_state: RunState) -> None:
             options=_options(settings, manifest, {one.name for one in run_state.learners}),
             collectives=run_state.ranks.control if run_state.ranks.many else None,
         )
+    for one in filled:
+        one.loaded()
     for hosting in contents.tables.values():
         hosting.shard.last_step = 0
         if hosting.resume is not None:
@@ -115,6 +117,7 @@ _FREE = (
     "eval",
     "data.prefetch",
     "data.epochs",
+    "data.quarantine",
     "distributed.placement",
     "distributed.plan",
     "distributed.topology",

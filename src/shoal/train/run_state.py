@@ -27,6 +27,7 @@ class RunState:
         recorder: metrics and curves.
         position: global samples that all steps so far have consumed.
         next_point: examples at which the next point of the curves is due.
+        course: what evaluations on the way have found.
         evict_due_s: event time of the next eviction; None: the first batches settle it.
         trained_s: seconds that training had taken before it continued, or in all once it has ended.
     """
@@ -41,6 +42,7 @@ class RunState:
         self._began_s: float | None = None
         self.recorder = Recorder(columns_of(one.predicted for one in learners), ranks)
         self.position = 0
+        self.course: dict[str, Any] = {}
         self.evict_due_s: int | None = None
         self.trained_s = 0.0
 
@@ -76,6 +78,7 @@ class RunState:
         whole, own = self.recorder.state()
         state = {
             "position": self.position,
+            "course": {what: dict(found) for what, found in self.course.items()},
             "next_point": self.next_point,
             "evict_due_s": self.evict_due_s,
             "train_s": train_s / self.ranks.world_size,
@@ -101,6 +104,7 @@ class RunState:
         for one in self.learners:
             one.load_state(state["learners"][one.name])
         self.position, self.next_point = state["position"], state["next_point"]
+        self.course = {what: dict(found) for what, found in state.get("course", {}).items()}
         self.evict_due_s, self.trained_s = state["evict_due_s"], state["train_s"]
         self.recorder.load_state(state["recorder"], None if own is None else own["recorder"])
         if own is None:

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -27,6 +28,7 @@ from shoal.models import LogisticSettings, ModelSpec
 from shoal.planner import Plan
 from shoal.planner.report import limiting
 from shoal.planner.topology import show_seconds
+from shoal.rules.schedules import settled
 from shoal.table.spec import MAX_THREADS
 from shoal.telemetry import (
     FanOut,
@@ -39,12 +41,13 @@ from shoal.telemetry import (
 )
 from shoal.train import folder as folders
 from shoal.train import summary
+from shoal.train.course import Course
 from shoal.train.folder import RunFolder
-from shoal.train.learner import Learner, contents_of
+from shoal.train.learner import Learner, average_in, contents_of
 from shoal.train.loop import evaluate_all, train
 from shoal.train.observing import RunObserver
-from shoal.train.publishing import Publishing
-from shoal.train.ranks import ALONE, Ranks, gather_ranks
+from shoal.train.publishing import Publishing, check_publishing
+from shoal.train.ranks import ALONE, Ranks, gather_ranks, scaled_by
 from shoal.train.resuming import LOGISTIC, find_beginning, job_of, plan_to_keep, restore
 from shoal.train.run_state import RunState
 from shoal.train.saving import Saver
@@ -178,6 +181,10 @@ def _open(
             remedy="Unset it, or set threads.",
         )
     torch.manual_seed(config.seed)
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)
+    if config.tf32 is not None:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
     data = open_data(config, ranks.share)
     models: dict[str, ModelSpec] = {config.model.kind: config.model}
     if LOGISTIC in config.baselines:
@@ -192,7 +199,14 @@ def _open(
         )
         for name, model in models.items()
     }
-    learners = [Learner(name, parts, config, ranks, previous) for name, parts in every.items()]
+    rate_of = partial(
+        settled,
+        epoch_steps=-(-len(data.train) // config.data.epochs // config.accumulation),
+        factor=scaled_by(config.distributed.lr_scaling, ranks.world_size),
+    )
+    learners = [
+        Learner(name, parts, config, ranks, previous, rate_of) for name, parts in every.items()
+    ]
     ranks.step = lambda: learners[0].steps
     if ranks.many:  # models are built alike, but ranks draw different numbers, for dropout say
         torch.manual_seed(config.seed + ranks.rank)
@@ -236,6 +250,7 @@ def _closing(opened: _Opened) -> Iterator[None]:
 def _run(config: RunConfig, opened: _Opened, resume: str | None) -> RunResult:
     """config: as it was given, which the run folder keeps."""
     data, ranks = opened.data, opened.ranks
+    check_publishing(config, opened.learners[0])
     _report_short(opened)
     has_events = _has_events(opened)
     examples = len(data.train.source)
@@ -282,8 +297,11 @@ def _run(config: RunConfig, opened: _Opened, resume: str | None) -> RunResult:
         publishing = Publishing(config, ranks, opened.learners[0], opened.print, chain)
         held.enter_context(publishing)
         saver.on_begin = publishing.saved
-        _train(opened, run_state, saver, sinks, publishing)
+        _train(opened, run_state, saver, sinks, publishing, folder)
         result = _evaluate_run(opened, folder, run_state, sinks)
+    bad = data.quarantine
+    if bad is not None and (bad.rows or bad.files):
+        opened.print(f"left out: {bad.rows:,} rows and {bad.files:,} files, named in {bad.path}")
     if folder.report.is_file():
         opened.print(f"report: {folder.report}")
     return result
@@ -326,7 +344,7 @@ def predict(
     Raises:
         ShoalError: no trained run there, wrong settings or data, or a file that cannot be written.
     """
-    with _trained(run, overrides, console) as (folder, opened):
+    with _trained(run, overrides, console) as (folder, opened), opened.learners[0].averaged():
         file = folder.predictions if out is None else out
         batches = opened.data.evaluation
         progress = opened.progress("predict", batches.examples)
@@ -355,22 +373,33 @@ def _trained(
             assert where is not None, "found before"
             # What trained the models stays there.
             optimizers = frozenset(f"optimizer:{one.name}" for one in opened.learners)
-            load(
+            found = load(
                 where,
                 contents_of(opened.learners, trains=False),
                 options=LoadOptions(allow_unknown=optimizers),
                 collectives=ranks.control,
             )
+            for one in opened.learners:
+                one.loaded(average_in(found.state, one.name))
             yield folder, opened
 
 
 def _train(
-    opened: _Opened, run_state: RunState, saver: Saver, sink: ScalarSink, publishing: Publishing
+    opened: _Opened,
+    run_state: RunState,
+    saver: Saver,
+    sink: ScalarSink,
+    publishing: Publishing,
+    folder: RunFolder,
 ) -> None:
     """Train from where the run_state is to the end, and save."""
     config, data, ranks = opened.config, opened.data, opened.ranks
     staleness = config.distributed.staleness
     observer = RunObserver(config, ranks, opened.learners[0], on_step=publishing.stepped)
+    course = None
+    if config.eval.every_steps is not None:
+        evaluate = partial(_evaluate_on_the_way, opened, run_state, sink)
+        course = Course(config, run_state, saver, evaluate, folder)
     with old_objects_set_aside(), saver:
         train(
             run_state,
@@ -382,9 +411,32 @@ def _train(
             sink,
             staleness=staleness if ranks.many or staleness else None,
             evict_every_s=config.evict_every_s if opened.learners[0].expires else None,
+            course=course,
         )
+        if course is not None:
+            if course.stops:
+                opened.print(f"stopped early after step {run_state.steps}")
+            course.finish()
         saver.finish(model=config.output.save_model)
         publishing.finish()
+
+
+def _evaluate_on_the_way(
+    opened: _Opened, run_state: RunState, sink: ScalarSink
+) -> Mapping[str, float]:
+    """Evaluate the model between two steps, which is no time of training."""
+    main, batches = opened.learners[0], opened.data.evaluation
+    run_state.ended()
+    silent = ProgressLine(Console(quiet=True), "evaluate", batches.examples)
+    results = evaluate_all([main], batches, silent, opened.ranks)
+    main.model.train()
+    name, result = next(iter(results.items()))
+    sheet = {k: v for k, v in summary.figures(result).items() if k in summary.SHOWN}
+    sink.write(run_state.steps, {f"eval/{figure}/{name}": v for figure, v in sheet.items()})
+    shown = ", ".join(f"{figure} {value:.4f}" for figure, value in sheet.items())
+    opened.print(f"step {run_state.steps}: {shown}")
+    run_state.started()
+    return sheet
 
 
 def _evaluate(
@@ -412,7 +464,8 @@ def _evaluate_run(
     scalars = {
         f"eval/{figure}/{name}": sheet[figure]
         for name, sheet in metrics.items()
-        for figure in ("auc", "log_loss", "ne", "calibration")
+        for figure in summary.SHOWN
+        if figure in sheet
     }
     sinks.write(run_state.steps, scalars)
     result = RunResult(

@@ -62,6 +62,7 @@ class Saver:
 
     Attributes:
         on_begin: called with every save that begins, which may still fail.
+        kept: name of a checkpoint that stays, whatever comes later.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Saver:
         self._began_s = clock()
         self._saving: Saving | None = None
         self.on_begin: Callable[[Saving], None] = lambda _: None
+        self.kept: str | None = None
         self._skipped = 0
         self._failures = 0  # in a row
         # Rows that column slices had skipped: when the newest checkpoint began, and the last save.
@@ -194,6 +196,34 @@ class Saver:
             self._begin("full")
             self._wait()
 
+    @property
+    def full_name(self) -> str:
+        """Of a full checkpoint after this step."""
+        return folder_name(self._run_state.steps, "full")
+
+    def keep(self) -> bool:
+        """Save in full, wait for it, and keep that in place of what was kept before.
+
+        Returns:
+            whether it was saved.
+
+        Raises:
+            CheckpointError: more saves in a row failed than are allowed.
+        """
+        self._end()
+        before, self.kept = self.kept, self.full_name
+        try:
+            if not self._has_model():
+                self._begin("full")
+                self._wait()
+        except CollectiveFailed:
+            raise
+        except (ShoalError, MemoryError) as error:
+            self.kept = before
+            self._count(error)
+            return False
+        return True
+
     def _has_model(self) -> bool:
         newest = self._chain.manifest
         return newest is not None and (newest.step, newest.kind) == (self._run_state.steps, "full")
@@ -283,7 +313,8 @@ class Saver:
         self._failures, self._skips = 0, self._skips_begun
         if self._ranks.leads:
             try:
-                self._store.retain(in_use=(folder_name(manifest.step, manifest.kind),))
+                names = folder_name(manifest.step, manifest.kind), self.kept
+                self._store.retain(in_use=[name for name in names if name is not None])
             except CheckpointError as error:
                 # What training needs is safe; the next save tries again.
                 _log.warning("old checkpoints stay in %s: %s", self._store.url, error)

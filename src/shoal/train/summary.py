@@ -272,6 +272,13 @@ def _joined(labels: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Tenso
 
 
 BASE_RATE = "base_rate"
+SHOWN = {
+    "auc": "AUC",
+    "gauc": "GAUC",
+    "log_loss": "log loss",
+    "ne": "NE",
+    "calibration": "calibration",
+}
 _GROWTH_TABLES = 4
 
 
@@ -321,8 +328,10 @@ class RunResult:
 
 def figures(result: BinaryResult) -> dict[str, float]:
     """The figures of an evaluation under the names of metrics.json."""
+    grouped = {} if result.grouped is None else {"gauc": result.grouped.auc}
     return {
         "auc": result.auc,
+        **grouped,
         "log_loss": result.log_loss,
         "ne": result.normalized_entropy,
         "calibration": result.calibration,
@@ -355,13 +364,14 @@ def base_rate_figures(base_rate: float, result: BinaryResult) -> dict[str, float
 
 def metric_table(metrics: Mapping[str, Mapping[str, float]], title: str) -> Table:
     """The table a person sees at the end; the first model is the run's own."""
-    shown = {"auc": "AUC", "log_loss": "log loss", "ne": "NE", "calibration": "calibration"}
+    first = next(iter(metrics.values()))
+    shown = {key: heading for key, heading in SHOWN.items() if key in first}
     table = Table(title=title, title_justify="left")
     table.add_column("model")
     for heading in shown.values():
         table.add_column(heading, justify="right")
     for index, (name, sheet) in enumerate(metrics.items()):
-        cells = [f"{sheet[key]:.4f}" for key in shown]
+        cells = [f"{sheet[key]:.4f}" if key in sheet else "" for key in shown]
         table.add_row(name.replace("_", " "), *cells, style="bold" if index == 0 else None)
     return table
 

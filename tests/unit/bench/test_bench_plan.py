@@ -36,16 +36,16 @@ def test_sizes_are_planned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pairs", "tau"),
-    [([(1, 1), (2, 2), (3, 3)], 1.0), ([(1, 3), (2, 2), (3, 1)], -1.0),
-     ([(1, 1), (2, 3), (3, 2)], 1 / 3)],
+    ("pairs", "noise", "tau"),
+    [([(1, 1), (2, 2), (3, 3)], 0.0, 1.0), ([(1, 3), (2, 2), (3, 1)], 0.0, -1.0),
+     ([(1, 1), (2, 3), (3, 2)], 0.0, 1 / 3), ([(1, 1), (2, 3), (3, 2.9)], 0.2, (2 / 3) ** 0.5)],
 )  # fmt: skip
-def test_kendalls_tau(pairs: list[tuple[float, float]], tau: float) -> None:
-    assert plan_measured.kendall_tau(pairs) == pytest.approx(tau)
+def test_kendalls_tau(pairs: list[tuple[float, float]], noise: float, tau: float) -> None:
+    assert plan_measured.kendall_tau(pairs, noise=noise) == pytest.approx(tau)
 
 
 def test_figures_of_steps() -> None:
-    found = {"rank": 0, "ranks": 2, "device": "one CPU", "rates": ["copy 1 GB/s"],
+    found = {"rank": 0, "ranks": 2, "device": "one CPU", "rates": ["copy 1 GB/s"], "noise_s": 0.1,
              "measured": {"a": 1.0, "b": 2.0, "c": 3.0},
              "predicted": {"a": 1.1, "b": 1.6, "c": 3.0}}  # fmt: skip
     figures = plan_measured.measured_of(found)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from hrm.adam_atan2 import AdamATan2
-from hrm.ema import ParameterAverage
 from hrm.schedule import WarmupCosine, total_steps
 from shoal.errors import CheckpointError, ConfigError
+from shoal.optim import ParameterAverage
 
 
 def plain(w: float, grads: list[float], lr: float, decay: float, b1: float, b2: float) -> float:

@@ -57,7 +57,7 @@ def test_many_spoiled_requests_take_no_memory(server: ServerProcess, seed: int) 
 
 
 def test_bytes_at_the_port_of_an_encrypted_server() -> None:
-    secret = Secret("of the fuzzer")
+    secret = Secret("a token of the fuzzer")
     server = TableServer(SPECS, index=0, of=1).serve("tcp://127.0.0.1:0", secret=secret)
     for one in corpus():
         if "raw" in one:

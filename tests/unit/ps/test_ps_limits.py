@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,14 +20,15 @@ from shoal import Segment, TableSpec
 from shoal import config as settings
 from shoal.cli import app
 from shoal.comm import transport
-from shoal.comm.transport import Client, Frames, Server
+from shoal.comm.transport import Client, Frames, Secret, Server
 from shoal.config.build import build_parts, build_tables, open_data
-from shoal.errors import InputError, ServerLost, ShoalError
+from shoal.errors import ConfigError, InputError, ServerLost, ShoalError
 from shoal.ps.client import Patience, RowsOverServers, ServerTicket, connect, health_of
 from shoal.ps.saving import ServerSaver
 from shoal.ps.server import TableServer
 from shoal.rules.initializers import Zeros
 from shoal.table.shard import GradRecord, IdGroups, StepContext
+from support.hostile_requests import GREETING, READY, frame
 from support.ranks import free_port
 from support.small_runs import small_run
 
@@ -51,6 +53,37 @@ def groups(count: int) -> IdGroups:
 def rows_of(server: Server, **options: int) -> RowsOverServers:
     rows: RowsOverServers = connect([server.address], SPECS, **options).shard
     return rows
+
+
+@contextlib.contextmanager
+def connection(server: Server, sent: bytes, *, greets: bool = True) -> Iterator[socket.socket]:
+    """Of TCP, below ZeroMQ, that has sent some bytes, after its greeting if it greets."""
+    host, port = server.address.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as raw:
+        if greets:
+            raw.sendall(GREETING + READY)
+            said = b""
+            while READY[2:8] not in said:
+                said += raw.recv(4096)
+        with contextlib.suppress(ConnectionError):
+            raw.sendall(sent)
+        yield raw
+
+
+def is_closed(raw: socket.socket, more: bytes = b"", within_s: int = 60) -> bool:
+    """Whether the server closes a connection, which sends more every second: it is alive."""
+    raw.settimeout(1)
+    for _ in range(within_s):
+        try:
+            raw.sendall(more)
+            while raw.recv(4096):
+                pass
+        except TimeoutError:
+            continue
+        except ConnectionError:
+            pass
+        return True
+    return False
 
 
 def test_a_reply_that_is_too_large_is_refused_before_its_rows_are_read(
@@ -88,17 +121,124 @@ def test_a_frame_that_is_too_large_is_never_read(served: tuple[TableServer, Serv
     with pytest.raises(ServerLost):
         client.call(0, b"{}", [bytes(65 * KIB)], timeout_s=0.5).result()
     client.close()
-    host, port = server.address.removeprefix("tcp://").split(":")
-    with socket.create_connection((host, int(port))) as raw:
-        raw.settimeout(30)
-        greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16 + 1 + 31)
-        ready = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
-        raw.sendall(greeting + ready + b"\x02" + (1 << 40).to_bytes(8, "big"))
-        while raw.recv(4096):
-            pass
+    with connection(server, frame(bytes(300), size=1 << 40)) as raw:
+        assert is_closed(raw)
     rows = rows_of(server)
     assert rows.size(0) == 0
     rows.servers.close()
+
+
+LIMIT = 9 * 64 * KIB  # of the bytes of a connection that nobody has read
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="TCP counts bytes on Linux")
+@pytest.mark.parametrize("size", [0, 60 * KIB])
+def test_a_message_that_never_ends_is_cut_off(
+    size: int, served: tuple[TableServer, Server]
+) -> None:
+    """ZeroMQ would collect its frames, each of an allowed size, until the memory is full."""
+    _, server = served
+    rows = rows_of(server)
+    piece = frame(bytes(size), more=True)
+    endless = piece * (LIMIT // len(piece) + 1)
+    with connection(server, endless) as raw:
+        assert is_closed(raw, piece)
+        assert rows.size(0) == 0
+    rows.servers.close()
+
+
+def test_a_large_message_of_allowed_frames_is_read(served: tuple[TableServer, Server]) -> None:
+    """Again and again: what was read is no longer counted."""
+    _, server = served
+    message = [bytes(8), b'{"method":"hello"}', *[bytes(60 * KIB)] * 8]
+    sent = b"".join(frame(one, more=n + 1 < len(message)) for n, one in enumerate(message))
+    with connection(server, b"") as raw:
+        replies = b""
+        for asked in range(1, 7):
+            raw.sendall(sent)
+            while replies.count(b'"index"') < asked:
+                found = raw.recv(4096)
+                assert found
+                replies += found
+            time.sleep(0.05)  # a check falls between two of them
+
+
+def test_connections_are_limited_together() -> None:
+    """Each is below its own limit; the one with the most is closed, and the others are not."""
+    server = Server("tcp://127.0.0.1:0", lambda *_: (b"", []), most_bytes=64 * KIB, waiting=4)
+    piece = frame(bytes(60 * KIB), more=True)
+    with (
+        connection(server, piece) as small,
+        connection(server, 4 * piece) as large,
+    ):
+        assert is_closed(large, frame(b"", more=True))
+        assert not is_closed(small, frame(b"", more=True), within_s=1)
+    server.stop()
+
+
+CURVE = GREETING.replace(b"NULL\0", b"CURVE")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(GREETING + READY, id="no encryption"),
+        pytest.param(GREETING[:10] + b"\1\5" + frame(b"") * 20, id="a protocol without tokens"),
+        pytest.param(CURVE + frame(bytes(60 * KIB), more=True) * 20, id="frames of a message"),
+        pytest.param(CURVE + frame(bytes(60 * KIB), flags=4) * 20, id="a greeting without sense"),
+        pytest.param(CURVE + frame(b"", flags=4, size=1 << 40), id="a greeting without end"),
+    ],
+)
+def test_who_does_not_know_the_token_has_one_frame(sent: bytes) -> None:
+    """The first frame that is no part of the greeting ends the connection."""
+    secret = Secret("a token that both sides know")
+    rows = TableServer(SPECS, index=0, of=1, most_bytes=64 * KIB)
+    server = rows.serve("tcp://127.0.0.1:0", secret=secret)
+    with connection(server, sent, greets=False) as raw:
+        assert is_closed(raw)
+    worker = connect([server.address], SPECS, secret=secret).shard
+    assert worker.size(0) == 0
+    worker.servers.close()
+    server.stop()
+
+
+TOKENS = {
+    "another": (Secret("a token of the servers"), Secret("a token of nobody else")),
+    "none of the worker": (Secret("a token of the servers"), None),
+    "none of the server": (None, Secret("a token of the workers")),
+}
+
+
+@pytest.mark.parametrize("unix", [False, True], ids=["tcp", "unix"])
+@pytest.mark.parametrize(("theirs", "own"), TOKENS.values(), ids=TOKENS)
+def test_a_worker_with_the_wrong_token_ends(
+    theirs: Secret | None, own: Secret | None, unix: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not unix:
+        monkeypatch.setattr(transport, "_local", lambda address: None)
+    rows = TableServer(SPECS, index=0, of=1)
+    server = rows.serve("tcp://127.0.0.1:0", secret=theirs)
+    patience = Patience(reply_s=2, repeats=0)
+    with pytest.raises(ServerLost, match=r"greeting failed.*another token(.|\n)*one token file"):
+        connect([server.address], SPECS, secret=own, patience=patience)
+    assert health_of([server.address], secret=own, timeout_s=0.5) == [None]
+    worker = connect([server.address], SPECS, secret=theirs).shard  # as if nothing had been
+    worker.servers.close()
+    server.stop()
+
+
+@pytest.mark.parametrize("text", ["", "fifteen letters", "  \n fifteen letters \n "])
+def test_a_token_that_can_be_guessed_is_refused(text: str, tmp_path: Path) -> None:
+    """Its key is a hash: who records a greeting can try out tokens at leisure."""
+    file = tmp_path / "token"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"token: \d+ characters.*16(.|\n)*openssl rand"):
+        Secret.of_file(str(file))
+    with pytest.raises(ConfigError, match="characters"):
+        Secret(text.strip())
+    assert Secret.of_file(None) is None
+    file.write_text("sixteen letters!\n")
+    assert Secret.of_file(str(file)) == Secret("sixteen letters!")
 
 
 def test_a_reply_that_is_too_large_for_the_client_is_never_read() -> None:

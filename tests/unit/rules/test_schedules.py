@@ -10,14 +10,17 @@ import torch
 from shoal.errors import ConfigError
 from shoal.rules.optimizers import SGD, Adagrad, RuleContext
 from shoal.rules.schedules import (
+    ByEpoch,
     ConstantRate,
     Cosine,
     Exponential,
     Piecewise,
     Polynomial,
+    Scaled,
     Schedule,
     Warmup,
     as_rate,
+    settled,
 )
 
 
@@ -139,3 +142,22 @@ def test_wrong_numbers_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=names):
         schedule(**settings)
+
+
+def test_a_rate_by_epoch_is_the_same_through_each_epoch() -> None:
+    rate = ByEpoch(Exponential(1.0, 0.5), steps=3)
+    assert [rate(step) for step in range(7)] == [1, 1, 1, 0.5, 0.5, 0.5, 0.25]
+    assert ByEpoch(rate.rate)(7) == 1
+
+
+def test_open_epochs_are_filled_in_wherever_they_are_and_rates_scaled() -> None:
+    halves = ByEpoch(Exponential(1.0, 0.5))
+    assert settled(halves, 3) == ByEpoch(Exponential(1.0, 0.5), 3)
+    assert settled(ByEpoch(0.1, steps=5), 3) == ByEpoch(0.1, steps=5)
+    warm = settled(Warmup(target=halves, steps=4), 2, 0.1)
+    assert [as_rate(warm, step) for step in range(5)] == pytest.approx(
+        [0, 0.1 / 4, 0.05 * 2 / 4, 0.05 * 3 / 4, 0.025]
+    )
+    assert settled(Scaled(halves, 2.0), 2) == Scaled(ByEpoch(halves.rate, 2), 2.0)
+    assert settled(0.5, 2) == 0.5
+    assert as_rate(settled(0.5, 2, 3.0), 9) == 1.5

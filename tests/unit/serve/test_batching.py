@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -21,36 +22,48 @@ class SlowModel(EchoModel):
     def __init__(self) -> None:
         super().__init__()
         self.gate, self.entered = threading.Event(), threading.Event()
+        self.threads: list[int] = []
 
     def run(self, requests: Sequence[np.ndarray]) -> list[Any]:
         self.entered.set()
         assert self.gate.wait(60)
+        self.threads.append(threading.get_ident())
         if any((one < 0).any() for one in requests):
             raise InputError("x", "negative", "0 or more", "Be positive.")
         return super().run(requests)
 
 
-async def asked(batcher: Batcher, model: EchoModel, numbers: Sequence[float]) -> list[Any]:
-    """The first alone, the others while it runs."""
+def asked(
+    batcher: Batcher,
+    model: SlowModel,
+    numbers: Sequence[float],
+    *,
+    size_bytes: int = 0,
+    is_there: Callable[[float], bool] = lambda number: True,
+) -> list[Any]:
+    """Replies or errors: the first request alone, the others wait while it is computed."""
 
     def ask(number: float) -> Any:
-        return batcher.predict(model, model.read({"x": np.array([number], np.float32)}))
+        request = model.read({"x": np.array([number], np.float32)})
+        return batcher.predict(model, request, size_bytes, lambda: is_there(number))
 
-    tasks = [asyncio.ensure_future(ask(numbers[0]))]
-    if isinstance(model, SlowModel):
-        while not model.entered.is_set():
-            await asyncio.sleep(0.001)
-        tasks += [asyncio.ensure_future(ask(number)) for number in numbers[1:]]
-        await asyncio.sleep(0.05)
+    with ThreadPoolExecutor(len(numbers)) as pool:
+        replies = [pool.submit(ask, numbers[0])]
+        assert model.entered.wait(60)
+        for number in numbers[1:]:
+            replies.append(pool.submit(ask, number))
+            ends = time.monotonic() + 60
+            while not replies[-1].done() and batcher.waiting < len(replies) - 1:
+                assert time.monotonic() < ends
+                time.sleep(0.001)
         model.gate.set()
-    return await asyncio.gather(*tasks, return_exceptions=True)
+        return [one.exception() or one.result() for one in replies]
 
 
 def test_requests_that_wait_are_joined() -> None:
     model = SlowModel()
     seen: list[tuple[str, int, int]] = []
-    with Batcher(workers=1, observe=lambda *one: seen.append(one)) as batcher:
-        replies = asyncio.run(asked(batcher, model, [0, 1, 2, 3]))
+    replies = asked(Batcher(workers=1, observe=lambda *one: seen.append(one)), model, [0, 1, 2, 3])
     assert [one["y"].tolist() for one in replies] == [[0], [2], [4], [6]]
     assert model.batches == [1, 3]
     assert seen == [("echo", 1, 1), ("echo", 3, 3)]
@@ -58,18 +71,30 @@ def test_requests_that_wait_are_joined() -> None:
 
 def test_a_batch_has_a_limit() -> None:
     model = SlowModel()
-    with Batcher(workers=1, most_rows=2) as batcher:
-        replies = asyncio.run(asked(batcher, model, [0, 1, 2, 3, 4, 5]))
+    replies = asked(Batcher(workers=1, most_rows=2), model, [0, 1, 2, 3, 4, 5])
     assert [one["y"].tolist() for one in replies] == [[2 * k] for k in range(6)]
     assert model.batches == [1, 2, 2, 1]
 
 
-def test_a_request_that_fails_fails_alone() -> None:
+def test_a_lone_request_is_computed_by_its_caller() -> None:
     model = SlowModel()
-    with Batcher(workers=1) as batcher:
-        replies = asyncio.run(asked(batcher, model, [0, -1, 2]))
+    model.gate.set()
+    Batcher().predict(model, np.zeros(1, np.float32))
+    assert model.threads == [threading.get_ident()]
+
+
+def test_a_request_that_fails_fails_alone() -> None:
+    replies = asked(Batcher(workers=1), SlowModel(), [0, -1, 2])
     assert isinstance(replies[1], InputError)
     assert [replies[0]["y"].tolist(), replies[2]["y"].tolist()] == [[0], [4]]
+
+
+def test_a_request_whose_caller_left_is_not_computed() -> None:
+    model = SlowModel()
+    replies = asked(Batcher(workers=1), model, [0, 1, 2], is_there=lambda number: number != 1)
+    assert isinstance(replies[1], CancelledError)
+    assert [replies[0]["y"].tolist(), replies[2]["y"].tolist()] == [[0], [4]]
+    assert model.batches == [1, 1]
 
 
 def test_another_error_is_everybodys_at_once() -> None:
@@ -81,36 +106,55 @@ def test_another_error_is_everybodys_at_once() -> None:
             raise ServerLost("rows", "none", "some", "Wait.")
 
     model = Broken()
-    with Batcher(workers=1) as batcher:
-        replies = asyncio.run(asked(batcher, model, [0, 1, 2]))
+    replies = asked(Batcher(workers=1), model, [0, 1, 2])
     assert all(isinstance(one, ServerLost) for one in replies)
     assert model.batches == [1, 2]
 
 
 def test_bytes_that_wait_are_limited() -> None:
-    model = SlowModel()
-
-    async def ask(batcher: Batcher) -> list[Any]:
-        x = model.read({"x": np.zeros(1, np.float32)})
-        tasks = [asyncio.ensure_future(batcher.predict(model, x, 60))]
-        while not model.entered.is_set():
-            await asyncio.sleep(0.001)
-        tasks += [asyncio.ensure_future(batcher.predict(model, x, 60)) for _ in range(2)]
-        await asyncio.sleep(0.05)
-        model.gate.set()
-        return await asyncio.gather(*tasks, return_exceptions=True)
-
-    with Batcher(workers=1, most_waiting_bytes=100) as batcher:
-        replies = asyncio.run(ask(batcher))
+    replies = asked(Batcher(workers=1, most_bytes=100), SlowModel(), [0, 1, 2], size_bytes=60)
     assert [isinstance(one, ServerLost) for one in replies] == [False, False, True]
 
 
-def test_too_many_that_wait_are_refused() -> None:
+@pytest.mark.parametrize("is_local", [True, False])
+def test_two_workers_share_what_is_slow_and_one_takes_all_that_is_quick(is_local: bool) -> None:
     model = SlowModel()
-    with Batcher(workers=1, most_waiting=2) as batcher:
-        replies = asyncio.run(asked(batcher, model, [0, 1, 2, 3]))
-    assert isinstance(replies[3], ServerLost)
-    assert "y" in replies[2]
+    model.is_local = is_local
+    batcher = Batcher(workers=2)
+    model.gate.set()
+    for _ in range(40):  # its time becomes known
+        batcher.predict(model, np.zeros(1, np.float32))
+    model.gate.clear()
+    model.entered.clear()
+    model.batches.clear()
+    entered: list[bool] = []
+
+    def ask(number: int) -> None:
+        batcher.predict(model, np.zeros(1, np.float32))
+
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(ask, 0)
+        assert model.entered.wait(60)
+        model.entered.clear()
+        others = [pool.submit(ask, k) for k in (1, 2)]
+        entered.append(model.entered.wait(0.2 if is_local else 60))
+        model.gate.set()
+        for one in (first, *others):
+            one.result()
+    assert entered == [not is_local]
+    assert sorted(model.batches) == ([1, 2] if is_local else [1, 1, 1])
+
+
+def test_every_caller_has_its_own_reply() -> None:
+    model, batcher = EchoModel(), Batcher(workers=2, most_rows=8)
+
+    def ask(number: int) -> bool:
+        found = batcher.predict(model, np.full(1 + number % 5, number, np.float32))
+        return bool((found["y"] == 2 * number).all()) and len(found["y"]) == 1 + number % 5
+
+    with ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(ask, range(3000)))
+    assert batcher.waiting == 0
 
 
 def test_too_many_a_second_are_refused() -> None:

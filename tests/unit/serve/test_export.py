@@ -29,6 +29,7 @@ from shoal.serve import export as exporting
 from shoal.serve.bundle import Bundle, open_bundle, signature_of
 from shoal.serve.loading import FolderSource, ServedShare
 from shoal.serve.model import PredictModel
+from shoal.serve.signature import ServedTensor, dense_example
 from shoal.sync.replica import serving_spec
 from shoal.table.factory import make_shard
 from shoal.table.hosting import HostedTables
@@ -190,8 +191,10 @@ def test_the_dense_module_alone(dense: Path) -> None:
     module.load_state_dict(torch.load(dense / "dense.pt", weights_only=True))
     load(bundle.checkpoint, Contents(modules={"deepfm": bundle.parts().module}))
     program = torch.export.load(dense / bundle.signature.dense_program).module()
+    given = bundle.signature.dense_inputs
+    wanted = [ServedTensor(one.name, one.dtype, one.shape) for one in given]
     for batch in (1, 5):
-        inputs = exporting.dense_example(bundle.signature, batch)
+        inputs = dense_example(wanted, batch)
         torch.testing.assert_close(program(*inputs), module.eval()(*inputs))
 
 
@@ -291,11 +294,11 @@ def test_the_example_loads_the_dense_module_with_torch_alone(dense: Path) -> Non
     assert "import shoal" not in Path(script[3]).read_text()
 
 
-@pytest.mark.parametrize("shards", [0, 2])
-def test_a_version_is_served(run: Path, tmp_path: Path, shards: int) -> None:
-    """shards 0: standalone. Predictions have the bits of the run's own."""
+@pytest.mark.parametrize(("shards", "dtype"), [(0, "float32"), (2, "float32"), (2, "float16")])
+def test_a_version_is_served(run: Path, tmp_path: Path, shards: int, dtype: Any) -> None:
+    """shards 0: standalone. Predictions have the bits of the run's own, with such rows."""
     options = ("--mode", "distributed", "--shards", str(shards)) if shards else ()
-    path = export(run, tmp_path, *options)
+    path = export(run, tmp_path, *options, "--dtype", dtype)
     (tmp_path / "2024").mkdir()  # no version
     if shards:
         for share in (
@@ -314,7 +317,7 @@ def test_a_version_is_served(run: Path, tmp_path: Path, shards: int) -> None:
         share = ServedShare(role="entry", addresses=tuple(addresses)) if shards else ServedShare()
         source = FolderSource(tmp_path, share)
         model = source.load(int(path.name))
-        own = FolderSource(run).load(int(path.name))
+        own = FolderSource(run, ServedShare(dtype=dtype)).load(int(path.name))
         generator = np.random.default_rng(0)
         inputs = {f"f{k}": generator.integers(0, 60, 20) for k in range(3)}
         inputs["dense"] = generator.normal(size=(20, 4)).astype(np.float32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,11 +20,7 @@ def asked(
 ) -> Any:
     source = OneSource(model or EchoModel())
     with Repository([source], every_s=3600) as models, Service(models, limits=limits) as service:
-
-        async def call() -> Any:
-            return await ask(service)
-
-        return asyncio.run(call())
+        return ask(service)
 
 
 def pairs(*names: str, size: int = 1) -> Iterator[tuple[str, np.ndarray]]:
@@ -41,27 +36,25 @@ def never() -> Iterator[tuple[str, np.ndarray]]:
 def test_names_are_checked_before_inputs_are_decoded(
     names: Sequence[str], error: type[Exception]
 ) -> None:
-    async def ask(service: Service) -> Any:
-        return await service.predict(service.model("echo", None), names, never)
+    def ask(service: Service) -> Any:
+        return service.predict(service.model("echo", None), names, never)
 
     with pytest.raises(error):
         asked(ask)
 
 
 def test_the_rate_is_checked_before_a_request_is_parsed() -> None:
-    async def ask(service: Service) -> Any:
-        return await TfServing(service).predict(b"no message")
+    def ask(service: Service) -> Any:
+        return TfServing(service).predict(b"no message")
 
     with pytest.raises(ServerLost, match="a second"):
         asked(ask, Limits(requests_per_s=1e-6))
 
 
 def test_elements_of_a_request_are_limited() -> None:
-    async def ask(service: Service, size: int) -> Any:
+    def ask(service: Service, size: int) -> Any:
         model = service.model("echo", None)
-        return await service.predict(
-            model, ["x"], lambda: pairs("x", size=size), size_bytes=1 << 20
-        )
+        return service.predict(model, ["x"], lambda: pairs("x", size=size), size_bytes=1 << 20)
 
     limits = Limits(most_bytes=400)
     assert len(asked(lambda service: ask(service, 100), limits)["y"]) == 100
@@ -70,20 +63,17 @@ def test_elements_of_a_request_are_limited() -> None:
 
 
 def test_metrics_name_the_model_of_failures_and_count_who_left() -> None:
-    async def fails(service: Service) -> Any:
+    def fails(service: Service) -> Any:
         service.model("echo", None)
         raise DataError("x", 1, 2, "Do.")
 
-    async def leaves(service: Service) -> Any:
-        service.model("echo", None)
-        await asyncio.Event().wait()
+    def waits(service: Service) -> Any:
+        model = service.model("echo", None)
+        return "echo", service.predict(model, ["x"], lambda: pairs("x"))
 
-    async def ask(service: Service) -> list[tuple[str, ...]]:
-        await service.timed("p", lambda: fails(service))
-        task = asyncio.ensure_future(service.timed("p", lambda: leaves(service)))
-        await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+    def ask(service: Service) -> list[tuple[str, ...]]:
+        service.timed("p", lambda: fails(service))
+        service.timed("p", lambda: waits(service), lambda: False)
         return sorted(service._labelled)
 
     assert asked(ask) == [("echo", "p", Code.CANCELLED), ("echo", "p", Code.INVALID_ARGUMENT)]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.comm.transport import Server
+from shoal.comm.transport import Secret, Server
 from shoal.errors import ServerLost
 from shoal.sync.publisher import Publisher
 from shoal.sync.replica import Replica
@@ -26,6 +26,7 @@ from support.published import (
     assert_same,
     resumed,
     save,
+    serving,
     train,
     trainers,
 )
@@ -207,3 +208,17 @@ def test_rows_are_the_trainers_after_random_faults(
             finally:
                 world.heal()
                 world.close()
+
+
+@pytest.mark.parametrize("secret", [Secret("a token of nobody else"), None], ids=["other", "none"])
+def test_a_replica_with_the_wrong_token_reports_it(secret: Secret | None) -> None:
+    """It waits for the right one, as for a publisher that is down, and ends when it is closed."""
+    with (
+        serving(trainers(1)) as (_, addresses),
+        Replica(SPECS, addresses, every_s=0.01, reply_s=1.0, secret=secret) as replica,
+    ):
+        ends = time.monotonic() + WAIT_S
+        while "another token" not in replica.status()[0].error:
+            assert time.monotonic() < ends, replica.status()
+            time.sleep(0.02)
+        assert replica.status()[0].state == "LOADING"

@@ -119,6 +119,37 @@ def test_what_is_lost_or_damaged_is_asked_for_again(seed: int) -> None:
         assert sum(one.failures for one in replica.status()) > 0
 
 
+@pytest.mark.parametrize("only", ["rows", "dense"])
+def test_a_replica_of_one_half_gets_nothing_of_the_other(only: Any) -> None:
+    asked: set[str] = set()
+
+    def noted(publisher: Publisher) -> Any:
+        def handler(head: bytes, frames: Any) -> Any:
+            asked.add(json.loads(unsealed(bytes(head)))["method"])
+            return publisher(head, frames)
+
+        return handler
+
+    ranks, draw = trainers(2), random.Random(9)
+    train(ranks, draw)
+    with (
+        serving(ranks, noted) as (publishers, addresses),
+        following(addresses, only=only) as replica,
+    ):
+        publishers[0].publish_dense({"w": torch.ones(2)})
+        wait(replica, publishers if only == "rows" else publishers[:1])
+        train(ranks, draw)
+        assert all(one.drain(WAIT_S) for one in publishers)
+        assert (replica.dense().keys() == {"w"}) == (only == "dense")
+        assert replica.summary().state == "AVAILABLE"
+        if only == "rows":
+            assert_same(replica, ranks)
+            assert "dense" not in asked
+        else:
+            assert all(rows == 0 for _, rows in replica.summary().rows)
+            assert asked == {"hello", "newest", "dense"}
+
+
 def test_a_trainer_that_starts_again_from_older_rows() -> None:
     ranks, draw = trainers(1), random.Random(8)
     train(ranks, draw)
@@ -207,10 +238,13 @@ def test_addresses_that_are_missing_or_swapped_are_refused(order: tuple[int, ...
         until_refused(replica, "rank|world_size")
 
 
-def test_columns_on_several_ranks_are_refused() -> None:
-    one = hosted_specs(SPECS[:1], Placement(2, tuple(column_wise("user", 4, (0, 1)))), 0)
-    with pytest.raises(ConfigError, match=r"user\[0:2\]"):
-        Publisher(HostedTables(SPECS[:1], make_shard(one)))
+@pytest.mark.parametrize("rank", range(3))
+def test_columns_on_several_ranks_are_refused_by_all_of_them(rank: int) -> None:
+    """Also by one that has none of the columns, so that none waits for the others."""
+    placement = Placement(3, tuple(column_wise("user", 4, (0, 1))))
+    shard = make_shard(hosted_specs(SPECS[:1], placement, rank))
+    with pytest.raises(ConfigError, match=r"columns.*user"):
+        Publisher(HostedTables(SPECS[:1], shard, placement), rank=rank)
 
 
 def test_rows_of_any_placement_but_columns() -> None:
@@ -590,7 +624,8 @@ def test_one_bit_columns_read_as_in_the_trainer() -> None:
             assert torch.equal(mine.weights[0], theirs.weights[0])
 
 
-def test_dense_weights_of_a_trainer_that_started_again() -> None:
+@pytest.mark.parametrize("only", [None, "dense"])
+def test_dense_weights_of_a_trainer_that_started_again(only: Any) -> None:
     with ExitStack() as stack:
         trained = [stack.enter_context(Publisher(trainers(1)[0])) for _ in range(2)]
         current, lost = [trained[0]], [b"no json"]
@@ -600,8 +635,9 @@ def test_dense_weights_of_a_trainer_that_started_again() -> None:
 
         server = Server("tcp://127.0.0.1:0", handler, secret=SECRET)
         stack.callback(server.stop)
-        replica = stack.enter_context(following([server.address]))
+        replica = stack.enter_context(following([server.address], only=only))
         for value, publisher in enumerate(trained, 1):
+            publisher.publish()
             publisher.publish_dense({"w": torch.tensor(value)})
             current[0] = publisher
             ends = time.monotonic() + WAIT_S

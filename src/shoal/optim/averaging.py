@@ -1,8 +1,8 @@
-"""A moving average of parameters, for evaluation; tables keep their own rows."""
+"""A moving average of dense parameters, for evaluation; tables keep their own rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -16,8 +16,11 @@ __all__ = ["ParameterAverage"]
 class ParameterAverage:
     """average = decay * average + (1 - decay) * parameter, after each step.
 
-    Training continues with the raw parameters, which are saved with the average. (TRM's files keep
-    only the average, from which a run cannot resume.)
+    Training continues with the raw parameters, which are saved next to the average.
+
+    Args:
+        module: whose parameters are averaged, from their present values on.
+        decay: 0 keeps the last parameters, near 1 averages over about 1 / (1 - decay) steps.
     """
 
     def __init__(self, module: nn.Module, decay: float = 0.999) -> None:
@@ -27,13 +30,13 @@ class ParameterAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Add the current parameters to the average."""
+        """Add the present parameters to the average."""
         mean = list(self._mean.values())
         torch._foreach_lerp_(mean, [p.detach() for p in self._live.values()], 1 - self.decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within, the module computes with the average; no second copy of any table."""
+        """Within, the module computes with the average; only its parameters are swapped."""
         self._swap()
         try:
             yield
@@ -47,12 +50,16 @@ class ParameterAverage:
             parameter.copy_(self._mean[name])
             self._mean[name].copy_(kept)
 
+    def restart(self) -> None:
+        """Begin with the present parameters, which were loaded say."""
+        self.load_state_dict(self._live)
+
     def state_dict(self) -> dict[str, Tensor]:
         """The averages by parameter name."""
         return dict(self._mean)
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over averages.
 
         Raises:
