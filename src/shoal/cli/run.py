@@ -7,16 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.shell import (
-    Debug,
-    Overrides,
-    argument,
-    clean_errors,
-    console,
-    one_job,
-    option,
-    print_line,
-)
+from shoal.cli.shell import Debug, Overrides, argument, clean_errors, console, one_job, option
 
 data = typer.Typer(name="data", help="Make data to train on.", no_args_is_help=True)
 Run = Annotated[str, argument("CONFIG|RUN", "Run folder, or a config file: then its latest run.")]
@@ -126,7 +117,7 @@ def _data() -> None:
 def synth(
     folder: Annotated[str, argument("DIR", "Folder of train.parquet and eval.parquet.")],
     like: Annotated[str, option("NAME", "criteo, taobao or movielens.", "--like")],
-    rows: Annotated[int, option("N", "Examples, the last tenth of them to evaluate on.")] = 100_000,
+    rows: Annotated[int, option("N", "Examples; 100000 if left out.")] = 100_000,
     seed: Annotated[int, option("N", "Of everything; 0 if left out.")] = 0,
     debug: Debug = False,
 ) -> None:
@@ -144,4 +135,4 @@ def synth(
         from shoal.data.synthetic import write_like
 
         for file in write_like(like, rows, folder, seed=seed):  # type: ignore[arg-type]
-            print_line(console(), str(file))
+            console().out(str(file), highlight=False)

@@ -94,11 +94,10 @@ def build_parts(
         for name, own in settings.items()
     )
     tables = _tables(config, settings, model.segments)
-    tasks = tasks_of(source_inputs(config.data.source).labels, config.tasks)
-    tasks = tasks if model.multi_task else tasks[:1]
-    dim = 1 if model.segments == (BIAS,) else tables[0].segments[-1].dim
+    labels = source_inputs(config.data.source).labels
+    tasks = tasks_of(labels, config.tasks, many=model.multi_task)
     lengths = {one.name: one.combiner.max_seq_length for one in features}
-    inputs = Inputs.of(num_dense, dim, lengths, tuple(task.label for task in tasks))
+    inputs = Inputs.of(num_dense, tables[0].segments[-1].dim, lengths, tasks)
     if examples is not None:
         _check_memory(config, model, tables, inputs, examples)
     return ModelParts(

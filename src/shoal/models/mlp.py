@@ -41,12 +41,13 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(
-        cls, num_dense: int, dim: int, features: Mapping[str, int], labels: tuple[str, ...]
+        cls, num_dense: int, dim: int, features: Mapping[str, int], tasks: tuple[Task, ...]
     ) -> Inputs:
         """Of features by name: their lengths as sequences, 0 of those that are pooled."""
         pooled = tuple(name for name, length in features.items() if not length)
         sequences = tuple(name for name in features if name not in pooled)
         length = max(features.values(), default=0)
+        labels = tuple(task.label for task in tasks)
         return cls(num_dense, len(pooled), dim, pooled, sequences, length, labels)
 
     @property

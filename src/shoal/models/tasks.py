@@ -146,8 +146,10 @@ class InBatchSoftmax:
         return outputs if outputs.ndim == 1 else outputs.diagonal()
 
 
-def tasks_of(labels: Sequence[str], settings: Mapping[str, TaskSettings]) -> tuple[Task, ...]:
-    """A task for each label, in order; settings by label.
+def tasks_of(
+    labels: Sequence[str], settings: Mapping[str, TaskSettings], *, many: bool = True
+) -> tuple[Task, ...]:
+    """A task for each label, in order, or of the first one alone; settings by label.
 
     Raises:
         UnknownName: a label that is none of them.
@@ -161,7 +163,7 @@ def tasks_of(labels: Sequence[str], settings: Mapping[str, TaskSettings]) -> tup
         own = settings.get(label, TaskSettings())
         where = None if own.where is None else labels.index(own.where)
         made.append(Task(label=label, column=column, weight=own.weight, loss=own.loss, where=where))
-    return tuple(made)
+    return tuple(made if many else made[:1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,15 +186,22 @@ class Predicted:
             return {self.model: parts}
         return {name: [one[:, k] for one in parts] for k, name in enumerate(self.columns)}
 
-    def table(self, found: Tensor, labels_BT: Tensor) -> dict[str, Tensor]:
-        """Float32 columns [B] "prediction" and "label"; of several tasks "prediction_TASK", ..."""
+    @property
+    def names(self) -> list[str]:
+        """Columns of a table: prediction and label, or by task prediction_TASK, ..., label_TASK."""
         ends = [f"_{task.label}" for task in self.tasks] if len(self.tasks) > 1 else [""]
-        own = [one_B for (one_B,) in self.split([found]).values()]
+        return [f"{column}{end}" for column in ("prediction", "label") for end in ends]
+
+    def table(self, found: Tensor, labels_BT: Tensor) -> dict[str, Tensor]:
+        """Float32 columns [B] by `names`."""
+        predictions = [one_B for (one_B,) in self.split([found]).values()]
         labels = [labels_BT[:, task.column].float() for task in self.tasks]
-        return {
-            **{f"prediction{end}": one_B for end, one_B in zip(ends, own, strict=True)},
-            **{f"label{end}": one_B for end, one_B in zip(ends, labels, strict=True)},
-        }
+        return dict(zip(self.names, [*predictions, *labels], strict=True))
+
+
+def columns_of(every: Iterable[Predicted]) -> dict[str, int]:
+    """The column of each output's label, of several models."""
+    return {name: column for one in every for name, column in one.columns.items()}
 
 
 def split_all(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shoal.data import Batch
 from shoal.errors import DataError
 from shoal.metrics import BinaryMetrics, BinaryResult
-from shoal.models.tasks import split_all
+from shoal.models.tasks import columns_of, split_all
 from shoal.pipeline import create_train_pipeline
 from shoal.table.hosting import HostedTables, hosted_spec
 from shoal.telemetry import ProgressLine, ProgressState, ScalarSink
@@ -271,7 +271,7 @@ def evaluate_all(
         DataError: no batches.
     """
     predicted = [one.predicted for one in learners]
-    columns = {name: column for one in predicted for name, column in one.columns.items()}
+    columns = columns_of(predicted)
     metrics = {name: BinaryMetrics(bins=CALIBRATION_BINS) for name in columns}
     examples = done = 0
     with progress, ExitStack() as held:

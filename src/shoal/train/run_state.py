@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shoal.models.tasks import columns_of
 from shoal.train.learner import Learner
 from shoal.train.ranks import Ranks
 from shoal.train.summary import Recorder
@@ -39,8 +40,7 @@ class RunState:
         self.stride = self.next_point = stride
         self._seed = seed
         self._began_s: float | None = None
-        outputs = [item for learner in learners for item in learner.predicted.columns.items()]
-        self.recorder = Recorder(dict(outputs), ranks)
+        self.recorder = Recorder(columns_of(one.predicted for one in learners), ranks)
         self.position = 0
         self.course: dict[str, Any] = {}
         self.evict_due_s: int | None = None

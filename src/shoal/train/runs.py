@@ -100,13 +100,11 @@ def write_predictions(
         return 0
     partial, examples = Path(f"{path}.partial"), 0
     try:
-        with progress, ExitStack() as held:
-            writer = None
+        columns = dict.fromkeys(learner.predicted.names, pa.float32())
+        schema = pa.schema({**columns, "event_time_s": pa.int64()})
+        with progress, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
             for batch in batches:
                 mine = _rows(learner, batch)
-                if writer is None:
-                    made = pq.ParquetWriter(partial, mine.schema, compression="zstd")
-                    writer = held.enter_context(made)
                 every = [mine]
                 if ranks.many:
                     every = ranks.gathered(mine, what="predictions of a batch")

@@ -39,6 +39,7 @@ def check_golden(name: str, text: str) -> None:
 
 
 COMMANDS = ["", "train", "eval", "predict", "bench comm", "ckpt", "export", "ps", "serve"]
+COMMANDS.append("data synth")
 CKPT = ("inspect", "verify", "diff", "compact", "export", "import")
 COMMANDS += [f"ckpt {name}" for name in CKPT]
 PLAN = ("make", "simulate", "diff", "calibrate", "profile-data")
@@ -69,6 +70,7 @@ ERRORS = {
     "no_import_format": ["ckpt", "import", "README.md", "--out", "no", "--format", "parket"],
     "no_import_source": ["ckpt", "import", "rows.parquet", "--out", "no"],
     "no_import_table": ["ckpt", "import", "README.md", "--out", "no", "--format", "embedding"],
+    "no_such_data": ["data", "synth", "--like", "avazu", "no"],
     "import_both": ["ckpt", "import", "a", "--out", "b", "--config", FLIGHTS, "--dtype", "float16"],
 }
 
@@ -80,6 +82,13 @@ def test_errors_are_one_clean_message(case: str):
     assert out == ""
     assert "Traceback" not in err
     check_golden(f"error_{case}.txt", err.replace(f"{ROOT}/", ""))
+
+
+def test_made_up_data_is_two_files(tmp_path: Path):
+    arguments = ("data", "synth", "--like", "movielens", "--rows", "1000", str(tmp_path / "d"))
+    code, out, _ = invoke(*arguments)
+    assert code == 0
+    assert out.split() == [str(tmp_path / "d" / f"{side}.parquet") for side in ("train", "eval")]
 
 
 def test_debug_lets_the_traceback_through():
