@@ -63,6 +63,7 @@ COUNTED_AS = {
     **{DATA / f"{name}.py": "learning" for name in ("quarantine", "values")},
     **{MODELS / f"{name}.py": "learning" for name in ("crosses", "multi_task", "tasks")},
     MODELS / "user_item.py": "learning",
+    PurePosixPath("src/shoal/compat/torchrec.py"): "learning",
     PurePosixPath("src/shoal/optim/averaging.py"): "learning",
     PurePosixPath("src/shoal/cli/export.py"): "serve",
     PurePosixPath("src/shoal/cli/serve.py"): "serve",
