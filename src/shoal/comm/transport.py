@@ -154,8 +154,8 @@ def _refused_token(what: str, got: str) -> ConfigError:
         what,
         got=got,
         allowed=f"a random text of {_LEAST_TOKEN} characters or more",
-        remedy="Make one with `openssl rand -hex 32`, in a file that only servers and workers can "
-        "read: who records a greeting can try short ones out.",
+        remedy="Make one with `openssl rand -hex 32`, in a file that only those who need it can "
+        "read: who records messages can try short ones out.",
     )
 
 

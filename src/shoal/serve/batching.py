@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from weakref import WeakKeyDictionary
 
-from shoal.errors import DataError, InputError, ServerLost
+from shoal.errors import DataError, InputError, ServerLost, ShoalError
 from shoal.serve.model import Model, Outputs, ReadRequest
 
 _QUICK_S = 0.002
@@ -97,74 +97,87 @@ class Batcher:
                     allowed=f"{self._most_bytes} bytes at most",
                     remedy="Ask again later, or ask another replica.",
                 )
-            self._waiting.append(one)
-            self._bytes += size_bytes
-            if self._leaders < self._workers and not (self._quick_leaders and self._is_quick(one)):
+            if self._leaders < self._workers and not (
+                self._quick_leaders and self._is_quick(model, request.size)
+            ):
                 one.leads = True
                 self._leaders += 1
+            else:
+                self._waiting.append(one)
+                self._bytes += size_bytes
         if not one.leads:
             one.woken.wait()
         if one.leads:
             self._lead(one)
-        if isinstance(one.reply, BaseException):
-            raise one.reply
-        assert one.reply is not None
-        return one.reply
+        reply, one.reply = one.reply, None  # an error refers to this frame, and must not keep it
+        if isinstance(reply, BaseException):
+            raise reply.with_traceback(None)  # callers of one batch share it
+        assert reply is not None
+        return reply
 
-    def _is_quick(self, one: _Waiting) -> bool:
-        few = one.model.is_local and one.request.size <= _QUICK_ROWS
-        return few and self._seconds.get(one.model, math.inf) < _QUICK_S
+    def _is_quick(self, model: Model, rows: int) -> bool:
+        few = model.is_local and rows <= _QUICK_ROWS
+        return few and self._seconds.get(model, math.inf) < _QUICK_S
 
     def _lead(self, one: _Waiting) -> None:
-        """Compute batches until the caller has its reply."""
+        """Compute a batch with the caller's request, and hand over to one that waits.
+
+        Who leads is not in the queue, so that each leader hands over once.
+        """
+        batch: list[_Waiting] = []
+        quick = False
         try:
-            while one.reply is None:
-                with self._lock:
-                    batch = self._joined()
-                    quick = bool(batch) and all(map(self._is_quick, batch))
-                    self._quick_leaders += quick
-                try:
-                    if batch:
-                        self._compute(batch)
-                finally:
-                    with self._lock:
-                        self._quick_leaders -= quick
+            with self._lock:
+                batch = self._joined(one)
+                rows = sum(other.request.size for other in batch)
+                quick = bool(batch) and self._is_quick(batch[0].model, rows)
+                self._quick_leaders += quick
+            if batch:
+                self._compute(batch, rows)
         finally:
             with self._lock:
+                self._quick_leaders -= quick
                 if self._waiting:
-                    following = self._waiting[0]
+                    following = self._waiting.popleft()
+                    self._bytes -= following.size_bytes
                     following.leads = True
                     following.woken.set()
                 else:
                     self._leaders -= 1
 
-    def _joined(self) -> list[_Waiting]:
-        """Requests of one model and version, in order, which wait no longer."""
+    def _joined(self, first: _Waiting) -> list[_Waiting]:
+        """A request and those of its model and version that fit, in order; they wait no longer.
+
+        Callers that have left get their reply.
+        """
         taken: list[_Waiting] = []
-        others: list[_Waiting] = []
+        kept: deque[_Waiting] = deque()
         rows = 0
-        while self._waiting and rows < self._most_rows:
-            one = self._waiting.popleft()
-            if not one.is_there():
-                one.reply = CancelledError()
-                one.woken.set()
-            elif not taken or (
-                one.model is taken[0].model and rows + one.request.size <= self._most_rows
+        for one in (first, *self._waiting):
+            if one.model is not first.model or rows + one.request.size > max(
+                self._most_rows, first.request.size
             ):
+                kept.append(one)
+            elif one.is_there():
                 taken.append(one)
                 rows += one.request.size
             else:
-                others.append(one)
-        self._waiting.extendleft(reversed(others))
-        self._bytes = sum(one.size_bytes for one in self._waiting)
+                one.reply = CancelledError()
+                one.woken.set()
+        self._waiting = kept
+        self._bytes = sum(one.size_bytes for one in kept)
         return taken
 
-    def _compute(self, batch: Sequence[_Waiting]) -> None:
-        model, rows = batch[0].model, sum(one.request.size for one in batch)
-        began_s = time.thread_time()
-        for one, reply in zip(batch, _computed(batch), strict=True):
-            one.reply = reply
-            one.woken.set()
+    def _compute(self, batch: Sequence[_Waiting], rows: int) -> None:
+        model, began_s = batch[0].model, time.thread_time()
+        try:
+            for one, reply in zip(batch, _computed(batch), strict=True):
+                one.reply = reply
+        finally:  # nobody may wait for ever, whatever a model does
+            for one in batch:
+                if one.reply is None:
+                    one.reply = ShoalError("the model was stopped")
+                one.woken.set()
         if rows <= _QUICK_ROWS:
             took_s = time.thread_time() - began_s
             self._seconds[model] = 0.8 * self._seconds.get(model, took_s) + 0.2 * took_s
@@ -174,7 +187,10 @@ class Batcher:
 def _computed(batch: Sequence[_Waiting]) -> Sequence[Outputs | BaseException]:
     model = batch[0].model
     try:
-        return model.run([one.request for one in batch])
+        replies = model.run([one.request for one in batch])
+        if len(replies) != len(batch):
+            raise ShoalError(f"{len(replies)} replies of a model to {len(batch)} requests")
+        return replies
     except Exception as error:  # noqa: BLE001  its callers get it
         if len(batch) == 1 or not isinstance(error, InputError | DataError):
             return [error] * len(batch)

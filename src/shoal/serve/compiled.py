@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import platform
 import stat
 import tempfile
 import warnings
@@ -27,37 +28,47 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
 
 
-def compiled(
-    module: nn.Module, inputs: Sequence[ServedTensor], folder: Path
-) -> Callable[..., Tensor]:
-    """A module for batches of any size, compiled; the module itself where that cannot be.
+class Compiler:
+    """Compiles a model's dense module, once, for all its versions.
 
-    The first call for a module takes a minute and needs a C++ compiler. What it makes is kept in
-    the folder without weights, for modules of the same kind and sizes, this torch and this kind of
-    processor.
+    The first model of a kind takes a minute and needs a C++ compiler. What is made is kept in the
+    folder without weights, for modules of the same kind and sizes, this torch and processor.
 
     Args:
-        module: in eval mode, on the CPU.
-        inputs: of it, in its order.
         folder: of this user alone, for what is in it is run.
     """
-    try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's, of its own parts
-            found = _loaded(module, inputs, folder)
-            for batch in _BATCHES:
-                example = dense_example(inputs, batch)
-                torch.testing.assert_close(found(*example), module(*example))
-    except Exception as error:  # noqa: BLE001  torch has many ways to refuse what a module does
-        reason = f"{type(error).__name__}: {error}".strip()[:1000]
-        _log.warning("the dense module is not compiled, and runs as it is: %s", reason)
-        return module
-    return found
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._package: Path | None = None
+        self._failed = False
+
+    def compiled(self, module: nn.Module, inputs: Sequence[ServedTensor]) -> Callable[..., Tensor]:
+        """A module for batches of any size, compiled; itself, with a warning, where that fails.
+
+        Args:
+            module: in eval mode, on the CPU.
+            inputs: of it, in its order.
+        """
+        if self._failed:
+            return module
+        try:
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's, of its own parts
+                self._package = self._package or _package(module, inputs, self._folder)
+                found = _loaded(self._package, module)
+                for batch in _BATCHES:
+                    example = dense_example(inputs, batch)
+                    torch.testing.assert_close(found(*example), module(*example))
+        except Exception as error:  # noqa: BLE001  torch has many ways to refuse what a module does
+            self._failed = True
+            reason = f"{type(error).__name__}: {error}".strip()[:1000]
+            _log.warning("the dense module is not compiled, and runs as it is: %s", reason)
+            return module
+        return found
 
 
-def _loaded(
-    module: nn.Module, inputs: Sequence[ServedTensor], folder: Path
-) -> Callable[..., Tensor]:
+def _package(module: nn.Module, inputs: Sequence[ServedTensor], folder: Path) -> Path:
     example = dense_example(inputs, 3)
     batch = torch.export.Dim("batch")
     sizes = tuple(None if one is None else {0: batch} for one in example)
@@ -65,7 +76,11 @@ def _loaded(
     path = _private(folder) / f"dense-{_key(program, inputs)}.pt2"
     if not path.exists():
         _compile(program, path)
-    runner: Any = torch._inductor.aoti_load_package(str(path))
+    return path
+
+
+def _loaded(package: Path, module: nn.Module) -> Callable[..., Tensor]:
+    runner: Any = torch._inductor.aoti_load_package(str(package))
     weights = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     wanted = {name: weights[name].detach() for name in runner.get_constant_fqns()}
     runner.load_constants(wanted, check_full_update=True)
@@ -87,12 +102,21 @@ def _key(program: torch.export.ExportedProgram, inputs: Sequence[ServedTensor]) 
     weights = {name: (tuple(one.shape), one.dtype) for name, one in program.state_dict.items()}
     parts = (
         torch.__version__,
-        torch.backends.cpu.get_cpu_capability(),
+        platform.machine(),
+        *_cpu_flags(),  # what is compiled uses all of them
         str(inputs),
         str(weights),
         str(program.graph),
     )
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
+
+
+def _cpu_flags() -> list[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return [torch.backends.cpu.get_cpu_capability()]
+    return [line for line in lines if line.startswith(("flags", "Features"))][:1]
 
 
 def _private(folder: Path) -> Path:

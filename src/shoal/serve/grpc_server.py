@@ -16,6 +16,7 @@ Call = Callable[[bytes], tuple[str, bytes]]
 
 _STATUS = {status.value[0]: status for status in grpc.StatusCode}
 _HEALTH = "grpc.health.v1.Health"
+_PREDICTIONS = ("Predict", "ModelInfer")
 
 
 def services(service: Service, version: str) -> dict[str, dict[str, Call]]:
@@ -45,14 +46,14 @@ def make_server(service: Service, version: str) -> grpc.Server:
     )
     for name, methods in services(service, version).items():
         handlers = {
-            method: grpc.unary_unary_rpc_method_handler(_handler(service, name, call))
+            method: grpc.unary_unary_rpc_method_handler(_handler(service, name, method, call))
             for method, call in methods.items()
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
     return server
 
 
-def _handler(service: Service, name: str, call: Call) -> Callable[[bytes, Any], bytes]:
+def _handler(service: Service, name: str, method: str, call: Call) -> Callable[[bytes, Any], bytes]:
     is_open = name == _HEALTH  # a load balancer's probe has no token
 
     def handle(data: bytes, context: Any) -> bytes:
@@ -67,6 +68,8 @@ def _handler(service: Service, name: str, call: Call) -> Callable[[bytes, Any], 
         found: bytes = reply
         return found
 
+    if method not in _PREDICTIONS:  # health must not wait behind them
+        handle.experimental_thread_pool = service.short_threads  # type: ignore[attr-defined]
     return handle
 
 

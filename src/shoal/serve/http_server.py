@@ -6,7 +6,7 @@ import asyncio
 import html
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from shoal.errors import DataError, UnknownName
+from shoal.errors import ShoalError, UnknownName
 from shoal.serve.openinference import OpenInference, object_of_json, version_of
 from shoal.serve.service import HTTP_STATUS, Code, Service
 from shoal.serve.tensors import refused
@@ -89,19 +89,19 @@ async def _tfserving(service: Service, tf: TfServing, request: Request) -> Respo
     posts = match is not None and match[3] == ":predict"
     if match is not None and posts != (request.method == "POST"):
         return _wrong_method("POST" if posts else "GET")
-    body = await _body(service, request) if posts else b""
 
-    def call() -> tuple[str, Any]:
+    def call(body: bytes) -> tuple[str, Any]:
         name, version, method = _place(_TF, request)
         if method == ":predict":
             service.admit()
-            data = _whole(body)
-            return tf.rest_predict(name, version, object_of_json(data), len(data))
+            with service.decoding(len(body)):
+                wanted = object_of_json(body)
+            return tf.rest_predict(name, version, wanted, len(body))
         if method == "/metadata":
             return tf.rest_metadata(name, version)
         return tf.rest_status(name, version)
 
-    code, reply = await _called(service, _TF_NAME, call)
+    code, reply = await _called(service, _TF_NAME, request, call, posts=posts)
     return JSONResponse(reply) if code is Code.OK else _error(code, reply)
 
 
@@ -110,9 +110,8 @@ async def _openinference(service: Service, oip: OpenInference, request: Request)
     posts = match is not None and match[3] == "/infer"
     if match is not None and posts != (request.method == "POST"):
         return _wrong_method("POST" if posts else "GET")
-    body = await _body(service, request) if posts else b""
 
-    def call() -> tuple[str, Any]:
+    def call(body: bytes) -> tuple[str, Any]:
         name, version, method = _place(_OIP, request)
         if method == "/ready":
             return name, oip.model_ready(name, version)
@@ -121,9 +120,9 @@ async def _openinference(service: Service, oip: OpenInference, request: Request)
         size = request.headers.get(_JSON_SIZE)
         if size is not None and not (size.isascii() and size.isdigit() and len(size) < 12):
             raise refused(_JSON_SIZE, repr(size)[:40], "a number", "Count the JSON.")
-        return oip.rest_infer(name, version, _whole(body), None if size is None else int(size))
+        return oip.rest_infer(name, version, body, None if size is None else int(size))
 
-    code, reply = await _called(service, _OIP_NAME, call)
+    code, reply = await _called(service, _OIP_NAME, request, call, posts=posts)
     if code is not Code.OK:
         return _error(code, reply)
     if isinstance(reply, bool):
@@ -138,11 +137,37 @@ async def _openinference(service: Service, oip: OpenInference, request: Request)
 
 
 async def _called(
-    service: Service, protocol: str, call: Callable[[], tuple[str, Any]]
+    service: Service,
+    protocol: str,
+    request: Request,
+    call: Callable[[bytes], tuple[str, Any]],
+    *,
+    posts: bool,
 ) -> tuple[Code, Any]:
-    """A call on the service's threads, so that others are heard meanwhile."""
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(service.threads, service.timed, protocol, call)
+    """A call with the body of its request, on threads, so that others are heard meanwhile."""
+    parts: list[bytes] = []
+    wrong: ShoalError | None = None
+    held = 0
+    try:
+        if posts:
+            try:
+                async for part in _body(service, request):
+                    service.hold(len(part))
+                    held += len(part)
+                    parts.append(part)
+            except ShoalError as error:
+                wrong = error
+
+        def run() -> tuple[str, Any]:
+            if wrong is not None:
+                raise wrong
+            return call(b"".join(parts))
+
+        threads = service.threads if posts else service.short_threads
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(threads, service.timed, protocol, run)
+    finally:
+        service.let_go(held)
 
 
 def _place(pattern: re.Pattern[str], request: Request) -> tuple[str, int | None, str]:
@@ -157,27 +182,24 @@ def _place(pattern: re.Pattern[str], request: Request) -> tuple[str, int | None,
     return match[1], version_of(match[2] or ""), match[3]
 
 
-async def _body(service: Service, request: Request) -> bytes | DataError:
-    """A request's body, or what is wrong with it."""
-    most, parts, size = service.limits.most_bytes, [], 0
+async def _body(service: Service, request: Request) -> AsyncIterator[bytes]:
+    """The parts of a request's body.
+
+    Raises:
+        DataError: it is too long, encoded, or ends early.
+    """
+    most, size = service.limits.most_bytes, 0
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
-        return refused("content-encoding", encoding[:40], "identity", "Send it as it is.")
+        raise refused("content-encoding", encoding[:40], "identity", "Send it as it is.")
     try:
         async for part in request.stream():
             size += len(part)
             if size > most:
-                return refused("body", "more bytes", f"at most {most}", "Send several requests.")
-            parts.append(part)
+                raise refused("body", "more bytes", f"at most {most}", "Send several requests.")
+            yield part
     except ClientDisconnect:
-        return refused("body", "the client left", "a whole body", "Send it again.")
-    return b"".join(parts)
-
-
-def _whole(body: bytes | DataError) -> bytes:
-    if isinstance(body, DataError):
-        raise body
-    return body
+        raise refused("body", "the client left", "a whole body", "Send it again.") from None
 
 
 def _error(code: Code, message: str, headers: dict[str, str] | None = None) -> Response:

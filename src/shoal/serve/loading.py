@@ -23,7 +23,7 @@ from shoal.models.tasks import AMP_DTYPES
 from shoal.ps.server import spread_over
 from shoal.serve.bundle import SIGNATURE, open_bundle
 from shoal.serve.client import ReplicaSet, check_shares, find_in
-from shoal.serve.compiled import cache_folder, compiled
+from shoal.serve.compiled import Compiler, cache_folder
 from shoal.serve.export import EXPORT
 from shoal.serve.model import DenseModel, LookupModel, Model, PredictModel
 from shoal.serve.rows import PooledRows, of_shard, of_shares
@@ -104,6 +104,7 @@ class _RunModel:
     def __init__(self, config: RunConfig, share: ServedShare) -> None:
         self.config, self.share = config, share
         self.inputs = source_inputs(config.data.source)
+        self._compiler = Compiler(cache_folder()) if share.compile else None
         if share.compile and config.amp != "none":
             raise ConfigError(
                 "option --compile of shoal serve",
@@ -132,8 +133,8 @@ class _RunModel:
         num_dense, amp = self.inputs.num_dense, AMP_DTYPES[self.config.amp]
         inputs = dense_inputs(parts, num_dense)
         program: Callable[..., Tensor] = parts.module.eval()
-        if self.share.compile:
-            program = compiled(parts.module, inputs, cache_folder())
+        if self._compiler is not None:
+            program = self._compiler.compiled(parts.module, inputs)
         if exchange is None:
             return DenseModel(name, version, inputs, len(parts.tasks), program, amp)
         reader = ExampleReader(parts, self.inputs.lists, num_dense)

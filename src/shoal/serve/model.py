@@ -68,7 +68,7 @@ class Model(Protocol):
 
 
 class PredictModel:
-    """Examples in, probabilities out: what `shoal predict` writes, bit for bit.
+    """Examples in, probabilities out: what `shoal predict` writes, bit for bit unless compiled.
 
     Args:
         name, version: of the model.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+import torch
 import uvicorn
 
 from shoal.errors import ConfigError
@@ -67,6 +68,9 @@ class ModelServer:
         with ExitStack() as stops:
             stops.callback(sys.setswitchinterval, sys.getswitchinterval())
             sys.setswitchinterval(_SWITCH_S)
+            # Of the whole process: callers compute, as many at once as there are cores.
+            stops.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)
             stops.enter_context(self._service)
             if self._wanted_grpc is not None:
                 self._start_grpc(self._wanted_grpc, stops)
@@ -100,6 +104,7 @@ class ModelServer:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind((host.strip("[]"), number))
+            listening.listen()
         except OSError as error:
             raise _taken(address, error) from error
         config = uvicorn.Config(
@@ -126,6 +131,8 @@ class ModelServer:
         stops.callback(stop)
         while not server.started and thread.is_alive():
             time.sleep(0.01)
+        if not server.started:
+            raise _taken(address, "it did not start")
         self.http_address = f"{host}:{listening.getsockname()[1]}"
 
 

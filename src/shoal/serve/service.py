@@ -5,15 +5,17 @@ from __future__ import annotations
 import hmac
 import logging
 import math
+import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from shoal.errors import (
@@ -37,7 +39,10 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _LOOKUP = "lookup"
 _MOST_MESSAGE = 4096  # gRPC sends it in a header, and headers are short
 _BYTES_AN_ELEMENT = 4  # so that a request takes not much more memory than its bytes
-_THREADS = 64  # of callers: who computes does so for those that wait
+_THREADS = 64  # of predictions: who computes does so for those that wait
+_SHORT_THREADS = 2
+_LARGE_BYTES = 1 << 18
+_MOST_HELD = 256 << 20
 _known: ContextVar[str] = ContextVar("model of the call", default="")
 _is_there: ContextVar[Callable[[], bool]] = ContextVar("whether the caller waits")
 
@@ -123,7 +128,7 @@ class Service:
 
     Attributes:
         registry: of the metrics.
-        threads: that calls run on.
+        threads, short_threads: that predictions run on, and calls that wait for nothing.
     """
 
     def __init__(
@@ -157,17 +162,43 @@ class Service:
         self._follows: set[str] = set()
         self._bucket = TokenBucket(self.limits.requests_per_s)
         self._labelled: dict[tuple[str, str, Code], tuple[Any, Any]] = {}
+        self._lock, self._held = threading.Lock(), 0
+        self._large = threading.Semaphore(self.limits.workers or len(os.sched_getaffinity(0)))
         self.started_s = time.time()
 
     def __enter__(self) -> Service:
-        # Each computes on one core; there are as many that compute as cores.
-        self.threads = ThreadPoolExecutor(
-            _THREADS, "shoal call", initializer=torch.set_num_threads, initargs=(1,)
-        )
+        self.threads = ThreadPoolExecutor(_THREADS, "shoal call")
+        self.short_threads = ThreadPoolExecutor(_SHORT_THREADS, "shoal short call")
         return self
 
     def __exit__(self, *of: Any) -> None:
         self.threads.shutdown()
+        self.short_threads.shutdown()
+
+    def hold(self, size_bytes: int) -> None:
+        """Count bytes of a request that waits for a thread; `let_go` of them afterwards.
+
+        Raises:
+            ServerLost: too many wait.
+        """
+        with self._lock:
+            if self._held + size_bytes > _MOST_HELD:
+                raise ServerLost(
+                    "bytes of requests that wait",
+                    got=self._held + size_bytes,
+                    allowed=_MOST_HELD,
+                    remedy="Ask again later, or ask another replica.",
+                )
+            self._held += size_bytes
+
+    def let_go(self, size_bytes: int) -> None:
+        """They wait no longer."""
+        with self._lock:
+            self._held -= size_bytes
+
+    def decoding(self, size_bytes: int) -> AbstractContextManager[Any]:
+        """Held while a request is decoded: as many large ones at once as are computed."""
+        return nullcontext() if size_bytes <= _LARGE_BYTES else self._large
 
     def allows(self, authorization: str | None) -> bool:
         """Whether a caller knows the token."""
@@ -227,7 +258,8 @@ class Service:
         for name in wanted:
             if name not in names:
                 raise unknown_name("output of the model", name, names)
-        request = model.read(self._within(decode()))
+        with self.decoding(size_bytes):
+            request = model.read(self._within(decode()))
         outputs = self._batcher.predict(model, request, size_bytes, _is_there.get(lambda: True))
         return {name: outputs[name] for name in wanted or outputs if name in outputs}
 

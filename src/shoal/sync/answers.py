@@ -10,6 +10,7 @@ from typing_extensions import TypedDict
 from shoal.errors import DataError
 
 _Whole = Annotated[int, Field(ge=0, lt=1 << 63)]
+_Step = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 _Seconds = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -30,7 +31,7 @@ class _NewestAnswer(TypedDict):
 class _AfterAnswer(_NewestAnswer):
     known: bool
     segments: list[tuple[_Whole, _Whole, _Seconds, list[_Whole]]]
-    last_step: int
+    last_step: _Step
 
 
 class _PassAnswer(TypedDict):
@@ -38,7 +39,7 @@ class _PassAnswer(TypedDict):
     incarnation: _Whole
     version: _Whole
     closed_s: _Seconds
-    last_step: int
+    last_step: _Step
 
 
 class _NoPassAnswer(TypedDict):

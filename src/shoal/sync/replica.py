@@ -340,8 +340,11 @@ class Replica:
 
     def _take_dense(self, source: _Source, newest: int) -> None:
         if newest not in (0, source.dense_version):
-            version, (data,) = self._ask(source, Ask(method="dense"))
-            self._served = replace(self._served, dense=unpack_dense(data))
+            version, frames = self._ask(source, Ask(method="dense"))
+            if len(frames) != 1:
+                remedy = "Run both with the same version."
+                raise DataError("frames of dense weights", len(frames), 1, remedy)
+            self._served = replace(self._served, dense=unpack_dense(frames[0]))
             source.dense_version = version
 
     def _turn_dense(self, source: _Source) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.errors import InputError, ServerLost
+from shoal.errors import InputError, ServerLost, ShoalError
 from shoal.serve.batching import Batcher, TokenBucket
 from support.served_models import EchoModel
 
@@ -109,6 +109,40 @@ def test_another_error_is_everybodys_at_once() -> None:
     replies = asked(Batcher(workers=1), model, [0, 1, 2])
     assert all(isinstance(one, ServerLost) for one in replies)
     assert model.batches == [1, 2]
+
+
+def test_a_model_that_replies_too_little_leaves_nobody_waiting() -> None:
+    class Short(SlowModel):
+        def run(self, requests: Sequence[np.ndarray]) -> list[Any]:
+            return super().run(requests)[:1]
+
+    replies = asked(Batcher(workers=1), Short(), [0, 1, 2])
+    assert replies[0]["y"].tolist() == [0]
+    assert all(isinstance(one, ShoalError) for one in replies[1:])
+
+
+def test_after_any_load_as_many_compute_at_once_as_before() -> None:
+    workers, models = 4, [EchoModel() for _ in range(3)]
+    batcher = Batcher(workers=workers, most_rows=3)
+
+    def ask(number: int) -> None:
+        batcher.predict(models[number % 3], np.zeros(1, np.float32), 0, lambda: number % 7 != 0)
+
+    with ThreadPoolExecutor(16) as pool:
+        for one in [pool.submit(ask, number) for number in range(3000)]:
+            assert one.exception() is None or isinstance(one.exception(), CancelledError)
+        barrier = threading.Barrier(workers)
+
+        class Together(EchoModel):
+            def run(self, requests: Sequence[np.ndarray]) -> list[Any]:
+                barrier.wait(60)
+                return super().run(requests)
+
+        last = [
+            pool.submit(batcher.predict, Together(), np.zeros(1, np.float32))
+            for _ in range(workers)
+        ]
+        assert all(one.result()["y"].tolist() == [0] for one in last)
 
 
 def test_bytes_that_wait_are_limited() -> None:

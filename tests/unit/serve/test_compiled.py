@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.models import deepfm
-from shoal.serve.compiled import compiled
+from shoal.serve.compiled import Compiler
 from shoal.serve.signature import ServedTensor
 
 SHAPES = ((4,), (3, 8), (3,))
@@ -32,8 +32,9 @@ def module(seed: int) -> nn.Module:
 @pytest.mark.slow  # compiles
 def test_one_package_serves_the_weights_of_each(tmp_path: Path) -> None:
     first, other = module(0), module(1)
-    pair = compiled(first, INPUTS, tmp_path / "cache"), compiled(other, INPUTS, tmp_path / "cache")
-    assert len(list((tmp_path / "cache").glob("*.pt2"))) == 1
+    folder = tmp_path / "cache"
+    pair = [Compiler(folder).compiled(one, INPUTS) for one in (first, other)]
+    assert len(list(folder.glob("*.pt2"))) == 1
     assert all(one is not plain for one, plain in zip(pair, (first, other), strict=True))
     for size in (1, 5, 200):
         inputs = [torch.randn(size, *shape) for shape in SHAPES]
@@ -48,7 +49,7 @@ def test_a_folder_that_others_write_is_not_used(
     tmp_path.chmod(0o777)
     plain = module(0)
     with caplog.at_level(logging.WARNING):
-        assert compiled(plain, INPUTS, tmp_path) is plain
+        assert Compiler(tmp_path).compiled(plain, INPUTS) is plain
     assert "others" in caplog.text
 
 
@@ -61,5 +62,5 @@ def test_a_module_that_cannot_be_exported_runs_as_it_is(
 
     plain = Branching().eval()
     with caplog.at_level(logging.WARNING):
-        assert compiled(plain, INPUTS[:1], tmp_path) is plain
+        assert Compiler(tmp_path).compiled(plain, INPUTS[:1]) is plain
     assert "not compiled" in caplog.text

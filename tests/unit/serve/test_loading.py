@@ -244,11 +244,11 @@ def test_a_dense_module_is_compiled_if_asked(
 ) -> None:
     seen: list[Any] = []
 
-    def compiled(module: Any, inputs: Any, folder: Path) -> Any:
+    def compiled(self: Any, module: Any, inputs: Any) -> Any:
         seen.extend(one.shape for one in inputs)
         return lambda *inputs: module(*inputs) + 1000
 
-    monkeypatch.setattr(loading, "compiled", compiled)
+    monkeypatch.setattr(loading.Compiler, "compiled", compiled)
     run = trained(tmp_path)
     source = FolderSource(run, ServedShare(compile=True))
     version = source.newest()
