@@ -125,6 +125,28 @@ def test_a_group_of_bad_rows_only_is_an_empty_batch(tmp_path: Path):
     assert (sizes, quarantine.rows) == ([0, 4, 4], 4)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "least", "sizes"),
+    [
+        (1, 1, [1, 2, 4]),
+        (1, 2, [0, 2, 4]),
+        (2, 4, [0, 2, 2]),  # workers, each by itself
+        (2, 2, [1, 2, 2]),  # together they have enough
+    ],
+)
+def test_a_share_that_is_left_too_few_rows_is_empty(
+    world_size: int, least: int, sizes: list[int], tmp_path: Path
+):
+    bad = {"x": dict.fromkeys((1, 2, 3, 6, 7), float("nan"))}
+    path = parquet(tmp_path / "rows.parquet", bad)
+    source = ParquetSource([path], RECIPE, quarantine=Quarantine(tmp_path / "bad.jsonl"))
+    loader = Loader(source, 4, least=least, share=RankShare(0, world_size))
+    batches = list(loader)
+    assert [len(batch.labels) for batch in batches] == sizes
+    assert [batch.position for batch in batches] == [4, 8, 12]
+    assert loader.emptied == (0 if sizes[0] else 1)
+
+
 def test_a_bad_time_counts_as_0_and_its_row_is_left_out_where_it_is_taken(tmp_path: Path):
     path = parquet(tmp_path / "rows.parquet", {"at": {5: None, 7: -3}})
     quarantine = Quarantine(tmp_path / "bad.jsonl")
