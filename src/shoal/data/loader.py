@@ -131,7 +131,7 @@ class Loader:
     of batches (the last ones may be empty for some), so which examples make up a step depends on
     neither the number of ranks nor where a run was stopped. The last batch of a pass may be
     short. One that has less than `least` examples is merged into the batch before it, or dropped,
-    in each pass; nothing else is dropped.
+    in each pass. A share that its source makes shorter than its part of `least` comes empty.
 
     Args:
         source: the examples; not empty.
@@ -147,6 +147,7 @@ class Loader:
 
     Attributes:
         short_examples: of the last batch of a pass that is merged or dropped; 0 if none is.
+        emptied: examples so far that are left out because the rest of their share is missing.
 
     Raises:
         ConfigError: `batch_size` below `least`, which is at least 1, or `prefetch` below 0.
@@ -185,6 +186,8 @@ class Loader:
         self.short_examples = last if last < least else 0
         # Where the last batch of a pass would end if none were short.
         self._stop = size - self.short_examples
+        self.emptied = 0
+        self._least_of_share = least // self.share.world_size
         self._prefetch = prefetch
         self._pin_memory = pin_memory
         self._pace = pace
@@ -245,7 +248,11 @@ class Loader:
         size = len(self.source)
         stop = min(consumed, self._stop) if self.short == "drop" else consumed
         rows_B = self.order.rows(size, number, *self.share.of(start, stop))
-        batch = replace(self.source.take(rows_B), position=number * size + consumed)
+        batch = self.source.take(rows_B)
+        if 0 < len(batch.labels) < self._least_of_share:
+            self.emptied += len(batch.labels)
+            batch = self.source.take(rows_B[:0])
+        batch = replace(batch, position=number * size + consumed)
         return batch.pin_memory() if self._pin_memory else batch
 
 

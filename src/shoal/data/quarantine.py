@@ -23,25 +23,26 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row that cannot be used: why, and its values as text, by column."""
+    """A row that cannot be used, or some in a row: why, and its values as text, by column."""
 
     reason: str
-    values: Mapping[str, str | None]
+    values: Mapping[str, str | None] = field(default_factory=dict)
 
 
 class Quarantine:
     """What of a run's data cannot be used, and how much of it is too much. For several threads.
 
     Each row and file is counted once, and written to `path` as a line of JSON: `file`, `row` (from
-    0; a header line is no row) or `rows` (the first, and the one behind the last), `reason`, and
-    `values` as text.
+    0; of a CSV the line after the header, without empty ones) or `rows` (the first, and the one
+    behind the last), `reason`, and `values` as text. Another process starts from scratch, and adds
+    its lines.
 
     Args:
         path: lines are added to it; rank r above 0 has a file of its own, NAME.rankR.SUFFIX.
         most_rows: of this rank and all its files; one more is an error.
         most_files: that are left out as a whole; one more is an error.
         same_columns: a file whose columns differ from the first file's in name or type is bad.
-        rank: what every rank finds alike, rank 0 writes.
+        rank: what every rank finds alike, rank 0 writes; anything else, the rank that finds it.
 
     Attributes:
         rows, files: counts so far.
@@ -62,6 +63,7 @@ class Quarantine:
         self.rows = self.files = 0
         self._rank = rank
         self._seen: set[tuple[str, int]] = set()
+        self._written = False
         self._lock = threading.Lock()
 
     def file(self, path: Path, error: DataError) -> None:
@@ -80,13 +82,14 @@ class Quarantine:
             if self.files > self.most_files:
                 raise _too_many("files", self.files, self.most_files, "files", self.path) from error
 
-    def row(self, path: Path, row: int, bad: BadRow, *, alike: bool = False) -> None:
-        """Leave a row out.
+    def row(self, path: Path, row: int, bad: BadRow, *, size: int = 1, alike: bool = False) -> None:
+        """Leave a row out, or several in a row that are one damaged span.
 
         Args:
             path: of its file.
-            row: its number there.
+            row: its number there; of several, the first.
             bad: why, and what it holds.
+            size: rows.
             alike: every rank finds it.
 
         Raises:
@@ -95,39 +98,24 @@ class Quarantine:
         with self._lock:
             if not self._is_new(path, row):
                 return
-            self._write(
-                {"file": str(path), "row": row, "reason": bad.reason, "values": dict(bad.values)},
-                alike=alike,
-            )
-            self._count(1, bad.reason)
-
-    def damaged(self, path: Path, first: int, size: int, error: DataError) -> None:
-        """Leave rows out that cannot be read at all.
-
-        Raises:
-            DataError: more rows than are allowed.
-        """
-        with self._lock:
-            if not self._is_new(path, first):
-                return
-            span = {"file": str(path), "rows": [first, first + size]}
-            self._write({**span, "reason": str(error)[:_LONGEST]}, alike=True)
-            self._count(size, str(error))
+            at = {"row": row} if size == 1 else {"rows": [row, row + size]}
+            held = {"values": dict(bad.values)} if bad.values else {}
+            reason = bad.reason[:_LONGEST]
+            self._write({"file": str(path), **at, "reason": reason, **held}, alike=alike)
+            self.rows += size
+            if self.rows > self.most_rows:
+                raise _too_many("rows", self.rows, self.most_rows, reason, self.path)
 
     def _is_new(self, path: Path, row: int) -> bool:
         known = len(self._seen)
         self._seen.add((str(path), row))
         return len(self._seen) > known
 
-    def _count(self, rows: int, reason: str) -> None:
-        self.rows += rows
-        if self.rows > self.most_rows:
-            raise _too_many("rows", self.rows, self.most_rows, reason[:_LONGEST], self.path)
-
     def _write(self, record: Mapping[str, Any], *, alike: bool) -> None:
         if alike and self._rank:
             return
-        if len(self._seen) == 1:
+        if not self._written:
+            self._written = True
             _log.warning("quarantined in %s, and maybe others: %s", self.path, record["reason"])
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,14 +151,11 @@ def sort_out(table: pa.Table, make: Callable[[pa.Table, int], Made], most: int) 
     Args:
         table: of N rows.
         make: takes consecutive rows, and the number of the first in the table.
-        most: bad rows.
-
-    Raises:
-        DataError: more bad rows; that of the last of them.
+        most: bad rows; one more is found too, and then no more is made.
     """
     found: Sorted[Made] = Sorted()
     waiting = [(0, table.num_rows)]
-    while waiting:
+    while waiting and len(found.bad) <= most:
         first, size = waiting.pop()
         rows = table.slice(first, size)
         try:
@@ -178,8 +163,6 @@ def sort_out(table: pa.Table, make: Callable[[pa.Table, int], Made], most: int) 
         except DataError as error:
             if size > 1:
                 waiting += [(first + size // 2, size - size // 2), (first, size // 2)]
-            elif len(found.bad) == most:
-                raise
             else:
                 found.bad[first] = BadRow(str(error)[:_LONGEST], _as_text(rows))
     return found
@@ -193,5 +176,7 @@ def _as_text(row: pa.Table) -> dict[str, str | None]:
             value = column[0].as_py()
         except ValueError as error:  # text that is no UTF-8, say
             value = f"{type(error).__name__}: {error}"
+        if isinstance(value, bytes):
+            value = value.decode(errors="backslashreplace")
         texts[name] = None if value is None else str(value)[:_LONGEST]
     return texts

@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
@@ -221,13 +222,15 @@ class ParquetSource:
             def read(table: pa.Table, first: int, at: _Group = at, path: Path = path) -> Tensor:
                 return encode_times(table, self._recipe, str(path), first_row=at.first_row + first)
 
-            table = self._read(at, [self._recipe.time])
+            table = self._read(at, [self._recipe.time], alike=True)
             if table is None:
                 continue
             if self._quarantine is None:
                 own_N[:] = read(table, 0)
                 continue
-            for first, size, times in sort_out(table, read, self._quarantine.most_rows).parts:
+            found = sort_out(table, read, self._quarantine.most_rows)
+            self._check_number(at, found.bad)
+            for first, size, times in found.parts:
                 own_N[first : first + size] = times
         return times_N
 
@@ -273,7 +276,18 @@ class ParquetSource:
                 self._quarantine.row(path, at.first_row + row, decoded.bad[row])
         return decoded.examples, places_M[places_M >= 0], places_M >= 0
 
-    def _read(self, at: _Group, columns: list[str]) -> pa.Table | None:
+    def _check_number(self, at: _Group, bad: Mapping[int, BadRow]) -> None:
+        """Put the bad rows of a group into quarantine at once, if they alone are too many for it.
+
+        Raises:
+            DataError: they are.
+        """
+        assert self._quarantine is not None
+        if len(bad) > self._quarantine.most_rows:
+            for row, one in bad.items():
+                self._quarantine.row(self._paths[at.file], at.first_row + row, one)
+
+    def _read(self, at: _Group, columns: list[str], *, alike: bool = False) -> pa.Table | None:
         """Columns of a row group; None: it is damaged, and in quarantine."""
         path, file = self._paths[at.file], self._files[at.file]
         try:
@@ -281,7 +295,8 @@ class ParquetSource:
         except DataError as error:
             if self._quarantine is None:
                 raise
-            self._quarantine.damaged(path, at.first_row, at.size, error)
+            bad = BadRow(str(error))
+            self._quarantine.row(path, at.first_row, bad, size=at.size, alike=alike)
             return None
 
     def _decoded(self, number: int) -> _Decoded:
@@ -302,6 +317,7 @@ class ParquetSource:
             decoded = _Decoded(make(table, 0))
         else:
             examples, places_N, bad = _good_rows(table, make, self._quarantine)
+            self._check_number(at, bad)
             decoded = _Decoded(examples, places_N if bad else None, bad)
         self._cache[number] = decoded
         while len(self._cache) > self._cached_groups:
@@ -399,8 +415,7 @@ def _good_rows(
 ) -> tuple[TensorSource, Tensor, dict[int, BadRow]]:
     """Examples of the rows that can be used; the place of each row among them, or -1; the others.
 
-    Raises:
-        DataError: more bad rows than may be in quarantine.
+    Where one more is bad than may be in quarantine, rows after it are in none of them.
     """
     sorted_out = sort_out(table, make, quarantine.most_rows)
     places_N = torch.full((table.num_rows,), -1, device="cpu")
@@ -442,11 +457,13 @@ def _csv_examples(path: Path, recipe: Recipe, quarantine: Quarantine | None) -> 
     import pyarrow as pa
     from pyarrow import csv
 
-    text, uneven = pa.large_string(), dict[int, BadRow]()
+    text, uneven, lines = pa.large_string(), dict[int, BadRow](), dict[int, int]()
 
     def leave_out(row: csv.InvalidRow) -> str:
         reason = f"{row.actual_columns} values, not {row.expected_columns}"
-        uneven[row.number - 2] = BadRow(reason, {"line": row.text[:1000]})  # from 1, the header's
+        at = row.number - 2  # from 1, the header's
+        uneven[at] = BadRow(reason, {"line": row.text[:1000]})
+        lines[at] = row.text.count("\n") + 1
         return "skip"
 
     # Text that is no UTF-8 is a bad row, not a bad file. Only one thread knows rows' numbers.
@@ -467,17 +484,35 @@ def _csv_examples(path: Path, recipe: Recipe, quarantine: Quarantine | None) -> 
         raise _empty(path)
     if quarantine is None:
         return encode(table, recipe, str(path), spelled=True)
-    numbers = [n for n in range(table.num_rows + len(uneven)) if n not in uneven]
+    rows = [n for n in range(table.num_rows + len(uneven)) if n not in uneven]
+    lines.update(zip(rows, _lines(table), strict=True))
+    starts = [0, *accumulate(lines[n] for n in range(len(lines)))]
 
-    def make(rows: pa.Table, first: int) -> TensorSource:
-        readable = _read(path, lambda: rows.cast(pa.schema([(n, text) for n in rows.column_names])))
-        number = numbers[first] if rows.num_rows else 0
+    def make(part: pa.Table, first: int) -> TensorSource:
+        number = starts[rows[first]] if part.num_rows else 0
+        try:
+            readable = part.cast(pa.schema([(name, text) for name in part.column_names]))
+        except pa.ArrowInvalid as error:
+            what, remedy = f"text in row {number} of {path}", "Write the file as UTF-8."
+            raise DataError(what, got=str(error), allowed="UTF-8", remedy=remedy) from error
         return encode(readable, recipe, str(path), first_row=number, spelled=True)
 
     examples, _, bad = _good_rows(table, make, quarantine)
-    for number, one in sorted({**uneven, **{numbers[n]: own for n, own in bad.items()}}.items()):
-        quarantine.row(path, number, one, alike=True)
+    for n, one in sorted({**uneven, **{rows[at]: own for at, own in bad.items()}}.items()):
+        quarantine.row(path, starts[n], one, size=lines[n], alike=True)
     return examples
+
+
+def _lines(table: pa.Table) -> list[int]:
+    """Lines that each row of a CSV file takes: a stray quote makes one row of many."""
+    import pyarrow.compute as pc
+
+    lines = torch.ones(table.num_rows, dtype=torch.int64, device="cpu")
+    for column in table.columns:
+        breaks, at_end = pc.count_substring(column, "\n"), pc.ends_with(column, "\n")
+        for count, sign in ((breaks, 1), (at_end.cast("int64"), -1)):
+            lines += sign * torch.tensor(count.to_numpy(), device="cpu")
+    return lines.tolist()
 
 
 def _read(path: Path, read: Any) -> Any:

@@ -313,6 +313,10 @@ def _run(
     bad = data.quarantine
     if bad is not None and (bad.rows or bad.files):
         opened.print(f"left out: {bad.rows:,} rows and {bad.files:,} files, named in {bad.path}")
+    if data.train.emptied:
+        what = "example" if data.train.emptied == 1 else "examples"
+        why = "batch normalisation takes no batch of one"
+        opened.print(f"left out: {data.train.emptied:,} more {what} of training: {why}")
     if folder.report.is_file():
         opened.print(f"report: {folder.report}")
     return result

@@ -21,6 +21,7 @@ from shoal.data import (
     Recipe,
     split_by_time,
 )
+from shoal.data.quarantine import BadRow
 from shoal.errors import DataError
 
 RECIPE = Recipe(
@@ -98,9 +99,22 @@ def test_a_row_counts_once_in_all_epochs_and_one_more_than_allowed_ends_training
             with pytest.raises(DataError, match=r"bad rows of the data: got 5.*most_rows"):
                 source.take(rows)
         assert len(lines_of(quarantine)) == 5
-    none = ParquetSource([path], RECIPE, quarantine=Quarantine(tmp_path / "none", most_rows=0))
-    with pytest.raises(DataError, match="id column 'u' in row 1"):
-        none.take(rows)
+
+
+@pytest.mark.parametrize("most", [0, 1, 2])
+@pytest.mark.parametrize("column", ["y", "at"])
+def test_one_more_than_allowed_in_a_single_group_names_the_limit(
+    most: int, column: str, tmp_path: Path
+):
+    path = parquet(tmp_path / "rows.parquet", {column: dict.fromkeys((1, 5, 6, 7), -3)}, group=12)
+    quarantine = Quarantine(tmp_path / "bad.jsonl", most_rows=most)
+    source = ParquetSource([path], RECIPE, quarantine=quarantine)
+    last = (1, 5, 6)[most]
+    words = rf"bad rows of the data: got {most + 1}, the last: .*column '{column}' in row {last} of"
+    with pytest.raises(DataError, match=rf"{words}.*{most} \(data\.quarantine\.most_rows\)"):
+        source.times() if column == "at" else source.take(torch.tensor([0]))
+    assert [line["row"] for line in lines_of(quarantine)] == [1, 5, 6][: most + 1]
+    assert quarantine.rows == most + 1
 
 
 def test_a_group_of_bad_rows_only_is_an_empty_batch(tmp_path: Path):
@@ -109,6 +123,28 @@ def test_a_group_of_bad_rows_only_is_an_empty_batch(tmp_path: Path):
     source = ParquetSource([path], RECIPE, quarantine=quarantine)
     sizes = [batch.labels.numel() for batch in Loader(source, 4)]
     assert (sizes, quarantine.rows) == ([0, 4, 4], 4)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "least", "sizes"),
+    [
+        (1, 1, [1, 2, 4]),
+        (1, 2, [0, 2, 4]),
+        (2, 4, [0, 2, 2]),  # workers, each by itself
+        (2, 2, [1, 2, 2]),  # together they have enough
+    ],
+)
+def test_a_share_that_is_left_too_few_rows_is_empty(
+    world_size: int, least: int, sizes: list[int], tmp_path: Path
+):
+    bad = {"x": dict.fromkeys((1, 2, 3, 6, 7), float("nan"))}
+    path = parquet(tmp_path / "rows.parquet", bad)
+    source = ParquetSource([path], RECIPE, quarantine=Quarantine(tmp_path / "bad.jsonl"))
+    loader = Loader(source, 4, least=least, share=RankShare(0, world_size))
+    batches = list(loader)
+    assert [len(batch.labels) for batch in batches] == sizes
+    assert [batch.position for batch in batches] == [4, 8, 12]
+    assert loader.emptied == (0 if sizes[0] else 1)
 
 
 def test_a_bad_time_counts_as_0_and_its_row_is_left_out_where_it_is_taken(tmp_path: Path):
@@ -137,9 +173,10 @@ def test_ranks_count_the_rows_of_their_shares(tmp_path: Path):
     assert (tmp_path / "bad.rank1.jsonl").is_file()
 
 
-def damage(path: Path, group: int) -> None:
-    """Overwrite the pages of a row group."""
-    chunk = pq.ParquetFile(path).metadata.row_group(group).column(0)
+def damage(path: Path, group: int, column: str = "u") -> None:
+    """Overwrite the pages of a column of a row group."""
+    at = [*COLUMNS].index(column)
+    chunk = pq.ParquetFile(path).metadata.row_group(group).column(at)
     data = bytearray(path.read_bytes())
     start = chunk.dictionary_page_offset or chunk.data_page_offset
     data[start : start + chunk.total_compressed_size] = b"\xff" * chunk.total_compressed_size
@@ -162,6 +199,36 @@ def test_a_damaged_row_group_is_left_out(tmp_path: Path):
         ParquetSource(
             [path], RECIPE, quarantine=Quarantine(tmp_path / "few.jsonl", most_rows=3)
         ).take(torch.arange(SIZE))
+
+
+@pytest.mark.parametrize("by_time", [False, True])
+def test_the_rank_that_finds_a_damaged_row_group_names_it(
+    by_time: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    path = parquet(tmp_path / "rows.parquet", {})
+    damage(path, 1)
+    own = [Quarantine(tmp_path / "bad.jsonl", rank=rank) for rank in range(2)]
+    for rank, quarantine in enumerate(own):
+        source = ParquetSource([path], RECIPE, quarantine=quarantine)
+        if by_time:  # every rank reads all of that column
+            damage(path, 1, "at")
+            source.times()
+        assert len(list(Loader(source, 8, share=RankShare(rank, 2)))) == 2  # 4..7 are rank 1's
+    finder = own[0] if by_time else own[1]
+    (line,) = lines_of(finder)
+    assert line["rows"] == [4, 8]
+    assert [quarantine.rows for quarantine in own] == ([4, 4] if by_time else [0, 4])
+    assert [quarantine.path.exists() for quarantine in own] == [by_time, not by_time]
+    assert [record.message for record in caplog.records if str(finder.path) in record.message]
+
+
+def test_a_rank_logs_the_first_row_that_it_writes(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    quarantine = Quarantine(tmp_path / "bad.jsonl", rank=1)
+    quarantine.row(tmp_path / "a", 0, BadRow("found by all"), alike=True)
+    quarantine.row(tmp_path / "a", 1, BadRow("found here"))
+    quarantine.row(tmp_path / "a", 2, BadRow("found later"))
+    (record,) = caplog.records
+    assert "found here" in record.message
 
 
 def table_without(name: str) -> pa.Table:
@@ -248,12 +315,50 @@ def test_bad_rows_of_csv(tmp_path: Path):
     assert lines[1]["reason"] == "4 values, not 5"
     assert lines[5]["values"] == {"line": "6,5,0,0.5,8,9,9"}
     assert "column 'x' in row 3 of" in lines[3]["reason"]
-    assert "UTF8" in lines[4]["reason"]
+    assert "text in row 4 of" in lines[4]["reason"]
+    assert "UTF-8" in lines[4]["reason"]
+    assert lines[4]["values"] == {"u": "caf\\xe9", "seen": "5", "y": "0", "x": "0.5", "at": "8"}
     assert "column 'at' in row 7 of" in lines[7]["reason"]
     other = Quarantine(tmp_path / "bad.jsonl", rank=1)
     assert len(CsvSource((path,), RECIPE, other)) == 3
     assert other.rows == 6
     assert not other.path.exists()  # rank 0 wrote what all ranks find
+
+
+@pytest.mark.parametrize(
+    ("stray", "values"),
+    [
+        (b'"2,5,0,0.5,8', 1),
+        (b'2,5,0,0.5,"8', 5),  # the row has as many values as it should
+    ],
+)
+def test_rows_behind_a_stray_quote_count(stray: bytes, values: int, tmp_path: Path):
+    good = b"3,5,0,0.5,8"
+    # A quote at the end of a value ends the span: rows 1 to 4.
+    rows = [b"1,5,0,0.5,7", stray, good, good, b'9"', b"word,5,0,0.5", b"7,5 6,1,1,9", b"8,,7,1,1"]
+    path = csv(tmp_path / "rows.csv", rows)
+    quarantine = Quarantine(tmp_path / "bad.jsonl", most_rows=6)
+    source = CsvSource((path,), RECIPE, quarantine)
+    assert source.take(torch.arange(len(source))).ids.to_lists()["u"] == [[1], [7]]
+    span, uneven, last = lines_of(quarantine)
+    assert span["rows"] == [1, 5]
+    assert ("1 values, not 5" in span["reason"]) == (values == 1)
+    assert (uneven["row"], uneven["reason"]) == (5, "4 values, not 5")
+    assert last["row"] == 7
+    assert "column 'y' in row 7 of" in last["reason"]
+    assert quarantine.rows == 6
+    with pytest.raises(DataError, match="bad rows of the data: got 4"):
+        CsvSource((path,), RECIPE, Quarantine(tmp_path / "few.jsonl", most_rows=3))
+
+
+def test_a_stray_quote_that_swallows_the_file_is_not_one_row(tmp_path: Path):
+    rows = [b"%s%d,5,0,0.5,7" % (b'"' if n == 3 else b"", n) for n in range(1000)]
+    path = csv(tmp_path / "rows.csv", rows)
+    quarantine = Quarantine(tmp_path / "bad.jsonl", most_rows=997)
+    assert len(CsvSource((path,), RECIPE, quarantine)) == 3
+    assert [line["rows"] for line in lines_of(quarantine)] == [[3, 1000]]
+    with pytest.raises(DataError, match="bad rows of the data: got 997"):
+        CsvSource((path,), RECIPE, Quarantine(tmp_path / "few.jsonl", most_rows=996))
 
 
 def test_bad_files_of_csv(tmp_path: Path):

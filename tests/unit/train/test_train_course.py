@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,18 @@ def test_bad_rows_of_a_run_are_left_out_or_end_it(data: Path):
     few = {"quarantine": {"path": str(file), "most_rows": 3}}
     with pytest.raises(DataError, match=r"bad rows of the data: got 4"):
         run(settings(data, data=few))
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_a_batch_that_quarantine_leaves_one_row_does_not_end_batch_normalisation(
+    left: int, data: Path
+):
+    spoil(data, list(range(32 - left)))
+    normed = {"kind": "deepfm", "hidden": [4], "batch_norm": True}
+    result, out = run(settings(data, data={"quarantine": str(data / "bad")}, model=normed))
+    assert (result.examples, result.steps) == (ROWS - 32 + left * (left > 1), ROWS // 32)
+    assert ("left out: 1 more example of training" in out) == (left == 1)
+    assert math.isfinite(result.metrics["deepfm"]["log_loss"])
 
 
 def test_auc_by_group_is_an_evaluation_s(data: Path):
