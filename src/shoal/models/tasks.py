@@ -143,7 +143,8 @@ class InBatchSoftmax:
 
     def logits(self, outputs: Tensor) -> Tensor:
         """Scores of the examples' own items [B]."""
-        return outputs if outputs.ndim == 1 else outputs.diagonal()
+        # A view would keep all [B, B] alive for as long as logits are.
+        return outputs if outputs.ndim == 1 else outputs.diagonal().clone()
 
 
 def tasks_of(

@@ -73,6 +73,11 @@ def test_all_weights_have_gradients(name: str) -> None:
     assert [n for n, p in model.named_parameters() if p.grad is None] == []
 
 
+def test_own_scores_do_not_keep_all_scores_alive() -> None:
+    scores_B = InBatchSoftmax().logits(torch.zeros(B, B))
+    assert scores_B.untyped_storage().nbytes() == B * 4
+
+
 def test_targets_are_one_for_each_sequence() -> None:
     with pytest.raises(ConfigError, match=r"model\.target"):
         MODELS["din"](target=("item",)).build(INPUTS)
