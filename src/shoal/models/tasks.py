@@ -224,16 +224,24 @@ def inputs_of_ids(
         id_feature: whose ids [B] it takes; None: of none.
 
     Raises:
-        ShapeError: not one id an example of `id_feature`.
+        ShapeError: not one id an example of `id_feature`, or sequences of unequal lengths.
     """
     found: dict[str, Tensor] = {}
     if sequences:
+        first_B, *others = (ids.host_lengths[ids.keys.index(name)] for name in sequences)
+        for name, other_B in zip(sequences[1:], others, strict=True):
+            if not torch.equal(first_B, other_B):
+                at = int((first_B != other_B).nonzero()[0])
+                got = f"{int(first_B[at])} and {int(other_B[at])} of example {at}"
+                what = f"lengths of sequences {sequences[0]!r} and {name!r}"
+                raise ShapeError(what, got, "one length", "Fill up the shorter one.")
         found[LENGTHS] = torch.stack([ids[name].lengths for name in sequences], dim=1)
     if id_feature is not None:
         found[IDS] = ids[id_feature].values
-        if found[IDS].numel() != ids.batch_size:
-            got, allowed = found[IDS].numel(), f"{ids.batch_size}, one each"
-            raise ShapeError(f"ids of {id_feature!r}", got, allowed, "Set model.item_id.")
+        lengths_B = ids.host_lengths[ids.keys.index(id_feature)]
+        if (lengths_B != 1).any():
+            got = f"{int(lengths_B[lengths_B != 1][0])} of an example"
+            raise ShapeError(f"ids of {id_feature!r}", got, "one each", "Set model.item_id.")
     return found
 
 

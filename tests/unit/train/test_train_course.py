@@ -267,6 +267,14 @@ def test_a_last_model_that_is_the_best_is_kept(data: Path):
         ({"checkpoint": {"keep_best": "auc"}}, "eval.every_steps with"),
         ({"eval": {"every_steps": 1, "early_stop": "gauc"}}, "data.source.group"),
         ({"eval": {"every_steps": 1, "early_stop": "f1"}}, "early_stop"),
+        (
+            {
+                "eval": {"every_steps": 1},
+                "checkpoint": {"keep_best": "auc"},
+                "distributed": {"path": "ps"},
+            },
+            "rows are on servers",
+        ),
     ],
 )
 def test_what_early_stops_and_best_models_need(data: Path, changes: dict[str, Any], words: str):
