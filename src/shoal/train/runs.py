@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -166,6 +167,21 @@ class _Opened:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
+@contextmanager
+def _deterministic(config: RunConfig) -> Iterator[None]:
+    """Have torch's deterministic algorithms, if the run wants them; around all that uses a GPU."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    if config.deterministic:
+        # cuBLAS reads it when it starts.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
+
+
 def _open(
     config: RunConfig,
     ranks: Ranks,
@@ -183,8 +199,6 @@ def _open(
             remedy="Unset it, or set threads.",
         )
     torch.manual_seed(config.seed)
-    if config.deterministic:
-        torch.use_deterministic_algorithms(True)
     if config.tf32 is not None:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
     data = open_data(config, ranks.share)
@@ -240,12 +254,27 @@ def run(
             that failed; over several ranks on all of them, with the rank and the step where it
             happened.
     """
-    ranks, placed = gather_ranks(config)
-    with ranks.together():
-        require_same(ranks.control, config)
-        opened = _open(placed, ranks, console, lambda: plan_to_keep(config, resume, attempt()))
-        with _closing(opened):
-            return _run(config, opened, resume, hooks)
+    with _deterministic(config):
+        ranks, placed = gather_ranks(config)
+        with ranks.together():
+            require_same(ranks.control, config)
+            _check_ranks(config, ranks)
+            opened = _open(placed, ranks, console, lambda: plan_to_keep(config, resume, attempt()))
+            with _closing(opened):
+                return _run(config, opened, resume, hooks)
+
+
+def _check_ranks(config: RunConfig, ranks: Ranks) -> None:
+    """Refuse what one rank alone can train.
+
+    Raises:
+        ConfigError: frequencies of items over several ranks: each step, those of rank 0 replace
+            what the others have learned.
+    """
+    if ranks.many and getattr(config.model, "log_q", False):
+        allowed = "one rank, whose frequencies are those of all examples"
+        remedy = "Set model.log_q=false, or train on one rank."
+        raise ConfigError("model.log_q", f"true on {ranks.world_size} ranks", allowed, remedy)
 
 
 @contextmanager
@@ -373,26 +402,29 @@ def _trained(
     folder, settings = as_first_rank(
         early_control(), lambda: folders.find(run, overrides), what="trained run"
     )
-    ranks, config = gather_ranks(settings)
-    with ranks.together():
-        require_same(ranks.control, settings)
-        opened = _open(config, ranks, console)
-        with _closing(opened):
-            where = as_first_rank(
-                ranks.control, lambda: folders.checkpoint_of(folder), what="checkpoint of the run"
-            )
-            assert where is not None, "found before"
-            # What trained the models stays there.
-            optimizers = frozenset(f"optimizer:{one.name}" for one in opened.learners)
-            found = load(
-                where,
-                contents_of(opened.learners, trains=False),
-                options=LoadOptions(allow_unknown=optimizers),
-                collectives=ranks.control,
-            )
-            for one in opened.learners:
-                one.loaded(average_in(found.state, one.name))
-            yield folder, opened
+    with _deterministic(settings):
+        ranks, config = gather_ranks(settings)
+        with ranks.together():
+            require_same(ranks.control, settings)
+            opened = _open(config, ranks, console)
+            with _closing(opened):
+                where = as_first_rank(
+                    ranks.control,
+                    lambda: folders.checkpoint_of(folder),
+                    what="checkpoint of the run",
+                )
+                assert where is not None, "found before"
+                # What trained the models stays there.
+                optimizers = frozenset(f"optimizer:{one.name}" for one in opened.learners)
+                found = load(
+                    where,
+                    contents_of(opened.learners, trains=False),
+                    options=LoadOptions(allow_unknown=optimizers),
+                    collectives=ranks.control,
+                )
+                for one in opened.learners:
+                    one.loaded(average_in(found.state, one.name))
+                yield folder, opened
 
 
 def _train(

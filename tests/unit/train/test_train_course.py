@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -315,16 +316,33 @@ def test_patterns_of_tables_give_their_settings(data: Path):
         specs(**{"x*": sgd})
 
 
-def test_deterministic_and_tf32_reach_torch(data: Path):
+class Switches:
+    """A hook that looks at torch's switch for deterministic algorithms."""
+
+    def __init__(self) -> None:
+        self.seen: set[bool] = set()
+
+    def begin(self, module: torch.nn.Module) -> None:
+        self.after_step(0)
+
+    def after_step(self, step: int) -> None:
+        self.seen.add(torch.are_deterministic_algorithms_enabled())
+
+
+def test_deterministic_and_tf32_reach_torch(data: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    hook = Switches()
     try:
-        run(settings(data, deterministic=True, tf32=True))
-        assert torch.are_deterministic_algorithms_enabled()
+        run(settings(data, deterministic=True, tf32=True), hooks=[hook])
         assert torch.backends.cuda.matmul.allow_tf32
         assert torch.backends.cudnn.allow_tf32
     finally:
-        torch.use_deterministic_algorithms(False)
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    assert hook.seen == {True}
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 def test_an_average_of_dense_weights_is_what_predicts(data: Path):
