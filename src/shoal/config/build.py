@@ -130,9 +130,8 @@ def _check_model(config: RunConfig, tasks: Sequence[Task]) -> None:
         raise ConfigError(f"tasks of model {model.kind}", ignored, allowed, remedy)
     own = source.ids.get(model.id_feature or "") if isinstance(source, FileSource) else None
     if own is not None and own.is_list:
-        what = f"ids of items of model {model.kind}"
-        remedy = "Set model.item_id, or another first target."
-        raise ConfigError(what, f"the list {model.id_feature!r}", "one id an example", remedy)
+        got, remedy = f"the list {model.id_feature!r}", "Set model.item_id, or another target."
+        raise ConfigError(f"items of model {model.kind}", got, "one id an example", remedy)
 
 
 def build_tables(config: RunConfig) -> tuple[TableSpec, ...]:

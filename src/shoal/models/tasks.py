@@ -228,13 +228,11 @@ def inputs_of_ids(
     """
     found: dict[str, Tensor] = {}
     if sequences:
-        first_B, *others = (ids.host_lengths[ids.keys.index(name)] for name in sequences)
-        for name, other_B in zip(sequences[1:], others, strict=True):
-            if not torch.equal(first_B, other_B):
-                at = int((first_B != other_B).nonzero()[0])
-                got = f"{int(first_B[at])} and {int(other_B[at])} of example {at}"
-                what = f"lengths of sequences {sequences[0]!r} and {name!r}"
-                raise ShapeError(what, got, "one length", "Fill up the shorter one.")
+        lengths_SB = ids.host_lengths[[ids.keys.index(name) for name in sequences]]
+        if not torch.equal(lengths_SB, lengths_SB[:1].expand_as(lengths_SB)):
+            at = int((lengths_SB != lengths_SB[0]).any(dim=0).nonzero()[0])
+            what, got = f"lengths of sequences {list(sequences)}", lengths_SB[:, at].tolist()
+            raise ShapeError(what, f"{got} of example {at}", "one", "Fill up the shorter ones.")
         found[LENGTHS] = torch.stack([ids[name].lengths for name in sequences], dim=1)
     if id_feature is not None:
         found[IDS] = ids[id_feature].values

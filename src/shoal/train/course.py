@@ -57,8 +57,8 @@ class Course:
         if keeps is None:
             return
         # A checkpoint that became the best once it was written does not say so itself.
-        control = self._run_state.ranks.control
-        written = as_first_rank(control, self._written, what="best checkpoint of a run")
+        ranks = self._run_state.ranks
+        written = as_first_rank(ranks.control, self._written, what="best checkpoint of a run")
         best = course.get("best", {}).get("value")
         if written.get("metric") == keeps and (
             best is None or _gain(keeps, written["value"], best) > 0
@@ -66,7 +66,7 @@ class Course:
             course["best"], self._saver.kept = written, written["checkpoint"]
         # A process may have died between a checkpoint and the file that names it.
         named = course.get("best", {}).get("checkpoint")
-        if named not in (None, written.get("checkpoint")) and self._run_state.ranks.leads:
+        if named not in (None, written.get("checkpoint")) and ranks.leads:
             self._write()
 
     def _written(self) -> dict[str, Any]:

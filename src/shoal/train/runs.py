@@ -170,8 +170,7 @@ class _Opened:
 @contextmanager
 def _deterministic(config: RunConfig) -> Iterator[None]:
     """Have torch's deterministic algorithms, if the run wants them; around all that uses a GPU."""
-    before = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    before = torch.get_deterministic_debug_mode()
     if config.deterministic:
         # cuBLAS reads it when it starts.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -179,7 +178,7 @@ def _deterministic(config: RunConfig) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=warns)
+        torch.set_deterministic_debug_mode(before)
 
 
 def _open(
@@ -258,23 +257,9 @@ def run(
         ranks, placed = gather_ranks(config)
         with ranks.together():
             require_same(ranks.control, config)
-            _check_ranks(config, ranks)
             opened = _open(placed, ranks, console, lambda: plan_to_keep(config, resume, attempt()))
             with _closing(opened):
                 return _run(config, opened, resume, hooks)
-
-
-def _check_ranks(config: RunConfig, ranks: Ranks) -> None:
-    """Refuse what one rank alone can train.
-
-    Raises:
-        ConfigError: frequencies of items over several ranks: each step, those of rank 0 replace
-            what the others have learned.
-    """
-    if ranks.many and getattr(config.model, "log_q", False):
-        allowed = "one rank, whose frequencies are those of all examples"
-        remedy = "Set model.log_q=false, or train on one rank."
-        raise ConfigError("model.log_q", f"true on {ranks.world_size} ranks", allowed, remedy)
 
 
 @contextmanager
@@ -291,6 +276,10 @@ def _run(
     """config: as it was given, which the run folder keeps."""
     data, ranks = opened.data, opened.ranks
     check_publishing(config, opened.learners[0])
+    if ranks.many and getattr(config.model, "log_q", False):
+        # Each step, frequencies of rank 0 would replace what the others have learned.
+        remedy = "Set model.log_q=false, or train on one rank."
+        raise ConfigError("model.log_q", f"true on {ranks.world_size} ranks", "one rank", remedy)
     _report_short(opened)
     has_events = _has_events(opened)
     examples = len(data.train.source)
@@ -408,11 +397,8 @@ def _trained(
             require_same(ranks.control, settings)
             opened = _open(config, ranks, console)
             with _closing(opened):
-                where = as_first_rank(
-                    ranks.control,
-                    lambda: folders.checkpoint_of(folder),
-                    what="checkpoint of the run",
-                )
+                there = partial(folders.checkpoint_of, folder)
+                where = as_first_rank(ranks.control, there, what="checkpoint of the run")
                 assert where is not None, "found before"
                 # What trained the models stays there.
                 optimizers = frozenset(f"optimizer:{one.name}" for one in opened.learners)
