@@ -231,8 +231,9 @@ def inputs_of_ids(
         lengths_SB = ids.host_lengths[[ids.keys.index(name) for name in sequences]]
         if not torch.equal(lengths_SB, lengths_SB[:1].expand_as(lengths_SB)):
             at = int((lengths_SB != lengths_SB[0]).any(dim=0).nonzero()[0])
-            what, got = f"lengths of sequences {list(sequences)}", lengths_SB[:, at].tolist()
-            raise ShapeError(what, f"{got} of example {at}", "one", "Fill up the shorter ones.")
+            got = f"{lengths_SB[:, at].tolist()} of example {at}"
+            what = f"lengths of sequences {list(sequences)}"
+            raise ShapeError(what, got, "one", "Fill up the shorter ones.")
         found[LENGTHS] = torch.stack([ids[name].lengths for name in sequences], dim=1)
     if id_feature is not None:
         found[IDS] = ids[id_feature].values
