@@ -301,8 +301,13 @@ class KeyedRagged:
         """
         if self.batch_size == 0:
             return torch.zeros(len(self.keys), dtype=torch.int64, device="cpu")
+        return self.host_lengths.amax(dim=1)
+
+    @property
+    def host_lengths(self) -> Tensor:
+        """`lengths` on the CPU; waits for the device if the batch was built on it."""
         offsets = self.offsets_FB1 if self._moved_FB1 is None else self._moved_FB1
-        return offsets.diff().view(len(self.keys), self.batch_size).amax(dim=1).cpu()
+        return offsets.diff().view(len(self.keys), self.batch_size).cpu()
 
     @classmethod
     def from_lists(

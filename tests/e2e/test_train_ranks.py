@@ -381,3 +381,15 @@ def test_rates_and_batches_grow_with_the_number_of_ranks(tmp_path: Path) -> None
     steps, sheet = batch_and_steps(tmp_path / "one", by_hand)
     assert (two[0], steps) == (32, 32)
     assert two[1] == pytest.approx(sheet, rel=1e-4)
+
+
+def refused(folder: Path) -> str:
+    model = {"kind": "two_tower", "user": ["f0"], "item": ["f1"], "log_q": True}
+    with pytest.raises(ConfigError) as error:
+        train.run(settings(folder, {"model": model}), console=SILENT)
+    return str(error.value)
+
+
+def test_frequencies_of_items_are_of_one_rank(tmp_path: Path) -> None:
+    for told in run_ranks(2, refused, tmp_path):
+        assert "model.log_q: got true on 2 ranks" in told

@@ -40,7 +40,7 @@ from shoal.embedding.combiners import Combiner, FirstN, ReduceMean, ReduceSum
 from shoal.embedding.layouts import Feature, Layout, LayoutSlice
 from shoal.errors import ConfigError, unknown_name
 from shoal.models import BIAS, VEC, Inputs, ModelSpec, Task
-from shoal.models.tasks import EMBEDDINGS, FIRST_ORDER, SEQUENCES, tasks_of
+from shoal.models.tasks import EMBEDDINGS, FIRST_ORDER, SEQUENCES, InBatchSoftmax, tasks_of
 from shoal.table.factory import resolve_device
 from shoal.table.spec import HostRows, Segment, TableSpec
 
@@ -94,8 +94,9 @@ def build_parts(
         for name, own in settings.items()
     )
     tables = _tables(config, settings, model.segments)
-    labels = source_inputs(config.data.source).labels
-    tasks = tasks_of(labels, config.tasks, many=model.multi_task)
+    tasks = tasks_of(source_inputs(config.data.source).labels, config.tasks, many=model.multi_task)
+    if model is config.model:
+        _check_model(config, tasks)
     lengths = {one.name: one.combiner.max_seq_length for one in features}
     inputs = Inputs.of(num_dense, tables[0].segments[-1].dim, lengths, tasks)
     if examples is not None:
@@ -110,6 +111,27 @@ def build_parts(
         tasks=tasks,
         inputs=inputs,
     )
+
+
+def _check_model(config: RunConfig, tasks: Sequence[Task]) -> None:
+    """Refuse settings that the model would ignore, or reads wrongly.
+
+    Raises:
+        ConfigError: settings of a label that it does not predict, or of one whose loss is a
+            softmax; a list in place of an item's one id.
+    """
+    model, source = config.model, config.data.source
+    softmax = isinstance(model.objective(tuple(tasks)), InBatchSoftmax)
+    used = set() if softmax else {task.label for task in tasks}
+    ignored = sorted(config.tasks.keys() - used)
+    if ignored:
+        allowed = f"labels that it predicts, with a loss each: {sorted(used)}"
+        remedy = "Leave them out, or choose a model of several labels."
+        raise ConfigError(f"tasks of model {model.kind}", ignored, allowed, remedy)
+    own = source.ids.get(model.id_feature or "") if isinstance(source, FileSource) else None
+    if own is not None and own.is_list:
+        got, remedy = f"the list {model.id_feature!r}", "Set model.item_id, or another target."
+        raise ConfigError(f"items of model {model.kind}", got, "one id an example", remedy)
 
 
 def build_tables(config: RunConfig) -> tuple[TableSpec, ...]:

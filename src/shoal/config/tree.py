@@ -747,6 +747,11 @@ class RunConfig(Section):
             allowed, remedy = "steps between evaluations", "Set eval.every_steps."
             what = "eval.every_steps with eval.early_stop or checkpoint.keep_best"
             raise ConfigError(what, got=None, allowed=allowed, remedy=remedy)
+        if best is not None and self.distributed.path == "ps":
+            allowed, remedy = "none: rows are on servers, which save them", "Leave one of them out."
+            raise ConfigError(
+                "checkpoint.keep_best with distributed.path=ps", best, allowed, remedy
+            )
         if "gauc" in wanted and getattr(self.data.source, "group", None) is None:
             allowed, remedy = "a column of groups", "Set data.source.group, or use auc."
             raise ConfigError("data.source.group with the metric gauc", None, allowed, remedy)

@@ -168,9 +168,10 @@ class ModelSpec:
             they are their rows' mean.
         multi_task: it has an output for each label; other models predict the first.
         limits: least and largest numbers of a field; without one those of a width.
+        needed: fields that are not empty.
 
     Raises:
-        ConfigError: a number out of its limits.
+        ConfigError: a number out of its limits, or an empty field.
     """
 
     kind: ClassVar[str]
@@ -178,6 +179,7 @@ class ModelSpec:
     takes_sequences: ClassVar[bool] = False
     multi_task: ClassVar[bool] = False
     limits: ClassVar[Mapping[str, tuple[float, float]]] = {}
+    needed: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -185,11 +187,12 @@ class ModelSpec:
             every = value if isinstance(value, tuple) else (value,)
             numbers = [n for n in every if isinstance(n, int | float) and not isinstance(n, bool)]
             low, high = self.limits.get(field.name, _WIDTHS)
-            if len(every) > _MOST or not all(low <= number <= high for number in numbers):
+            least = field.name in self.needed
+            if not least <= len(every) <= _MOST or not all(low <= one <= high for one in numbers):
                 raise ConfigError(
                     f"{field.name} of model {self.kind}",
                     got=list(every) if isinstance(value, tuple) else value,
-                    allowed=f"{low:g}..{high:.7g}, at most {_MOST} of them",
+                    allowed=f"{low:g}..{high:.7g}, {least:d} to {_MOST} of them",
                     remedy="Change the setting.",
                 )
 

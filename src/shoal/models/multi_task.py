@@ -209,6 +209,7 @@ class MMoESettings(Deep):
 
     kind: ClassVar[str] = "mmoe"
     multi_task: ClassVar[bool] = True
+    needed: ClassVar[tuple[str, ...]] = ("expert",)
     hidden: tuple[int, ...] = (64,)
     experts: int = 4
     expert: tuple[int, ...] = (128, 64)
@@ -230,6 +231,7 @@ class PLESettings(Deep):
 
     kind: ClassVar[str] = "ple"
     multi_task: ClassVar[bool] = True
+    needed: ClassVar[tuple[str, ...]] = ("expert",)
     hidden: tuple[int, ...] = (64,)
     experts: int = 2
     shared: int = 2
@@ -265,6 +267,7 @@ class DBMTLSettings(Deep):
     kind: ClassVar[str] = "dbmtl"
     multi_task: ClassVar[bool] = True
     limits: ClassVar[Mapping[str, tuple[float, float]]] = {**Deep.limits, "experts": (0, 1024)}
+    needed: ClassVar[tuple[str, ...]] = ("bottom",)
     hidden: tuple[int, ...] = (64,)
     bottom: tuple[int, ...] = (128, 64)
     experts: int = 0

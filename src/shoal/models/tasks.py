@@ -143,7 +143,8 @@ class InBatchSoftmax:
 
     def logits(self, outputs: Tensor) -> Tensor:
         """Scores of the examples' own items [B]."""
-        return outputs if outputs.ndim == 1 else outputs.diagonal()
+        # A view would keep all [B, B] alive for as long as logits are.
+        return outputs if outputs.ndim == 1 else outputs.diagonal().clone()
 
 
 def tasks_of(
@@ -223,16 +224,23 @@ def inputs_of_ids(
         id_feature: whose ids [B] it takes; None: of none.
 
     Raises:
-        ShapeError: not one id an example of `id_feature`.
+        ShapeError: not one id an example of `id_feature`, or sequences of unequal lengths.
     """
     found: dict[str, Tensor] = {}
     if sequences:
+        lengths_SB = ids.host_lengths[[ids.keys.index(name) for name in sequences]]
+        if not torch.equal(lengths_SB, lengths_SB[:1].expand_as(lengths_SB)):
+            at = int((lengths_SB != lengths_SB[0]).any(dim=0).nonzero()[0])
+            got = f"{lengths_SB[:, at].tolist()} of example {at}"
+            what = f"lengths of sequences {list(sequences)}"
+            raise ShapeError(what, got, "one", "Fill up the shorter ones.")
         found[LENGTHS] = torch.stack([ids[name].lengths for name in sequences], dim=1)
     if id_feature is not None:
         found[IDS] = ids[id_feature].values
-        if found[IDS].numel() != ids.batch_size:
-            got, allowed = found[IDS].numel(), f"{ids.batch_size}, one each"
-            raise ShapeError(f"ids of {id_feature!r}", got, allowed, "Set model.item_id.")
+        lengths_B = ids.host_lengths[ids.keys.index(id_feature)]
+        if (lengths_B != 1).any():
+            got = f"{int(lengths_B[lengths_B != 1][0])} of an example"
+            raise ShapeError(f"ids of {id_feature!r}", got, "one each", "Set model.item_id.")
     return found
 
 

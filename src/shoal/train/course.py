@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from shoal.config import RunConfig, as_first_rank
 from shoal.train.folder import RunFolder, replace_text
@@ -42,8 +43,39 @@ class Course:
         self._run_state, self._saver, self._folder = run_state, saver, folder
         self._evaluate = evaluate
         self._asked, self._evaluated = False, -1
-        self.stops = False
-        saver.kept = self._run_state.course.get("best", {}).get("checkpoint")
+        self._continue()
+
+    def _continue(self) -> None:
+        """Take up what a run that resumes has found so far, by the metrics of now."""
+        course, keeps, early = self._run_state.course, self._keeps, self._eval.early_stop
+        self._saver.kept = course.get("best", {}).get("checkpoint")
+        for what, metric in (("best", keeps), ("early_stop", early and early.metric)):
+            if metric is not None and course.get(what, {}).get("metric") != metric:
+                course.pop(what, None)
+        since = course.get("early_stop", {}).get("since", 0)
+        self.stops = early is not None and since >= early.patience
+        if keeps is None:
+            return
+        # A checkpoint that became the best once it was written does not say so itself.
+        ranks = self._run_state.ranks
+        written = as_first_rank(ranks.control, self._written, what="best checkpoint of a run")
+        best = course.get("best", {}).get("value")
+        if written.get("metric") == keeps and (
+            best is None or _gain(keeps, written["value"], best) > 0
+        ):
+            course["best"], self._saver.kept = written, written["checkpoint"]
+        # A process may have died between a checkpoint and the file that names it.
+        named = course.get("best", {}).get("checkpoint")
+        if named not in (None, written.get("checkpoint")) and ranks.leads:
+            self._write()
+
+    def _written(self) -> dict[str, Any]:
+        """What best.json says, where that checkpoint is still there."""
+        best = self._folder.read_best()
+        return best if self._saver.has(best.get("checkpoint")) else {}
+
+    def _write(self) -> None:
+        replace_text(self._folder.best, json.dumps(self._run_state.course["best"]) + "\n")
 
     def due_after(self, step: int) -> bool:
         """Whether training pauses after so many steps; the same on every rank, asked ahead."""
@@ -91,7 +123,7 @@ class Course:
             self._run_state.course |= {} if before is None else {"best": before}
             return False
         if self._run_state.ranks.leads:
-            replace_text(self._folder.best, json.dumps(self._run_state.course["best"]) + "\n")
+            self._write()
         return True
 
     def _evaluates_after(self, step: int) -> bool:
@@ -102,11 +134,16 @@ class Course:
         self, what: str, metric: str, figures: Mapping[str, float], least: float = 0.0
     ) -> bool:
         """Whether a figure is better than the best so far, by more than `least`; remembers it."""
-        sign, value = (1 if metric in _MORE_IS_BETTER else -1), figures[metric]
-        seen = self._run_state.course.get(what, {"value": None, "since": 0})
+        value = figures[metric]
+        seen = self._run_state.course.get(what, {"metric": metric, "value": None, "since": 0})
         better = math.isfinite(value) and (
-            seen["value"] is None or sign * (value - seen["value"]) > least
+            seen["value"] is None or _gain(metric, value, seen["value"]) > least
         )
         now = {"metric": metric, "value": value, "step": self._run_state.steps, "since": 0}
         self._run_state.course[what] = now if better else {**seen, "since": seen["since"] + 1}
         return better
+
+
+def _gain(metric: str, value: float, before: float) -> float:
+    """By how much a figure is better."""
+    return value - before if metric in _MORE_IS_BETTER else before - value

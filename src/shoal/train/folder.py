@@ -81,6 +81,14 @@ class RunFolder:
             ) from error
         return figures
 
+    def read_best(self) -> dict[str, Any]:
+        """What best.json says of the best checkpoint; empty where there is none."""
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            best: dict[str, Any] = json.loads(self.best.read_text(encoding="utf-8"))
+            if {"checkpoint", "metric", "value", "since"} <= best.keys():
+                return best
+        return {}
+
 
 def hold(folder: RunFolder, held: ExitStack) -> None:
     """Have a run folder for this process until `held` ends.
@@ -162,11 +170,8 @@ def checkpoint_of(folder: RunFolder) -> str | None:
     entries = store.list()
     if not entries:
         return None
-    name = entries[-1].name
-    if folder.best.is_file():
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            best = json.loads(folder.best.read_text(encoding="utf-8"))["checkpoint"]
-            name = best if best in {entry.name for entry in entries} else name
+    best = folder.read_best().get("checkpoint")
+    name = best if best in {entry.name for entry in entries} else entries[-1].name
     return store.folder(name).url
 
 

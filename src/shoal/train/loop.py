@@ -232,7 +232,8 @@ def train(
     predicted = [one.predicted for one in run_state.learners]
     run_state.started()
     with progress, observer, closing(windows):
-        for trained in windows:
+        # A run that had stopped early takes no step when it resumes.
+        for trained in () if course is not None and course.stops else windows:
             recorder.add(trained.window, split_all(predicted, trained.logits))
             observer.stepped()
             run_state.position = trained.window[-1].position

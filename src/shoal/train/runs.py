@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -166,6 +167,20 @@ class _Opened:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
+@contextmanager
+def _deterministic(config: RunConfig) -> Iterator[None]:
+    """Have torch's deterministic algorithms, if the run wants them; around all that uses a GPU."""
+    before = torch.get_deterministic_debug_mode()
+    if config.deterministic:
+        # cuBLAS reads it when it starts.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
 def _open(
     config: RunConfig,
     ranks: Ranks,
@@ -183,8 +198,6 @@ def _open(
             remedy="Unset it, or set threads.",
         )
     torch.manual_seed(config.seed)
-    if config.deterministic:
-        torch.use_deterministic_algorithms(True)
     if config.tf32 is not None:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
     data = open_data(config, ranks.share)
@@ -240,12 +253,13 @@ def run(
             that failed; over several ranks on all of them, with the rank and the step where it
             happened.
     """
-    ranks, placed = gather_ranks(config)
-    with ranks.together():
-        require_same(ranks.control, config)
-        opened = _open(placed, ranks, console, lambda: plan_to_keep(config, resume, attempt()))
-        with _closing(opened):
-            return _run(config, opened, resume, hooks)
+    with _deterministic(config):
+        ranks, placed = gather_ranks(config)
+        with ranks.together():
+            require_same(ranks.control, config)
+            opened = _open(placed, ranks, console, lambda: plan_to_keep(config, resume, attempt()))
+            with _closing(opened):
+                return _run(config, opened, resume, hooks)
 
 
 @contextmanager
@@ -262,6 +276,10 @@ def _run(
     """config: as it was given, which the run folder keeps."""
     data, ranks = opened.data, opened.ranks
     check_publishing(config, opened.learners[0])
+    if ranks.many and getattr(config.model, "log_q", False):
+        # Each step, frequencies of rank 0 would replace what the others have learned.
+        remedy = "Set model.log_q=false, or train on one rank."
+        raise ConfigError("model.log_q", f"true on {ranks.world_size} ranks", "one rank", remedy)
     _report_short(opened)
     has_events = _has_events(opened)
     examples = len(data.train.source)
@@ -377,26 +395,26 @@ def _trained(
     folder, settings = as_first_rank(
         early_control(), lambda: folders.find(run, overrides), what="trained run"
     )
-    ranks, config = gather_ranks(settings)
-    with ranks.together():
-        require_same(ranks.control, settings)
-        opened = _open(config, ranks, console)
-        with _closing(opened):
-            where = as_first_rank(
-                ranks.control, lambda: folders.checkpoint_of(folder), what="checkpoint of the run"
-            )
-            assert where is not None, "found before"
-            # What trained the models stays there.
-            optimizers = frozenset(f"optimizer:{one.name}" for one in opened.learners)
-            found = load(
-                where,
-                contents_of(opened.learners, trains=False),
-                options=LoadOptions(allow_unknown=optimizers),
-                collectives=ranks.control,
-            )
-            for one in opened.learners:
-                one.loaded(average_in(found.state, one.name))
-            yield folder, opened
+    with _deterministic(settings):
+        ranks, config = gather_ranks(settings)
+        with ranks.together():
+            require_same(ranks.control, settings)
+            opened = _open(config, ranks, console)
+            with _closing(opened):
+                there = partial(folders.checkpoint_of, folder)
+                where = as_first_rank(ranks.control, there, what="checkpoint of the run")
+                assert where is not None, "found before"
+                # What trained the models stays there.
+                optimizers = frozenset(f"optimizer:{one.name}" for one in opened.learners)
+                found = load(
+                    where,
+                    contents_of(opened.learners, trains=False),
+                    options=LoadOptions(allow_unknown=optimizers),
+                    collectives=ranks.control,
+                )
+                for one in opened.learners:
+                    one.loaded(average_in(found.state, one.name))
+                yield folder, opened
 
 
 def _train(

@@ -201,6 +201,10 @@ class Saver:
         """Of a full checkpoint after this step."""
         return folder_name(self._run_state.steps, "full")
 
+    def has(self, name: str | None) -> bool:
+        """Whether the run has a checkpoint of that name."""
+        return name is not None and name in {entry.name for entry in self._store.list()}
+
     def keep(self) -> bool:
         """Save in full, wait for it, and keep that in place of what was kept before.
 

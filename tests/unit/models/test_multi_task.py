@@ -91,6 +91,14 @@ def test_a_task_reads_the_towers_it_is_related_to() -> None:
     assert (model(dense, embeddings) != before).any(0).tolist() == [False, False, True]
 
 
+@pytest.mark.parametrize(
+    ("kind", "field"), [("mmoe", "expert"), ("ple", "expert"), ("dbmtl", "bottom")]
+)
+def test_shared_layers_are_not_left_out(kind: str, field: str) -> None:
+    with pytest.raises(ConfigError, match=f"{field} of model {kind}"):
+        MODELS[kind](**{field: ()})
+
+
 def test_relations_in_a_circle_or_of_no_label_are_refused() -> None:
     circle = (("click", ("buy",)), ("buy", ("click",)))
     with pytest.raises(ConfigError, match="circle"):

@@ -73,6 +73,11 @@ def test_all_weights_have_gradients(name: str) -> None:
     assert [n for n, p in model.named_parameters() if p.grad is None] == []
 
 
+def test_own_scores_do_not_keep_all_scores_alive() -> None:
+    scores_B = InBatchSoftmax().logits(torch.zeros(B, B))
+    assert scores_B.untyped_storage().nbytes() == B * 4
+
+
 def test_targets_are_one_for_each_sequence() -> None:
     with pytest.raises(ConfigError, match=r"model\.target"):
         MODELS["din"](target=("item",)).build(INPUTS)
@@ -177,9 +182,17 @@ def test_frequencies_are_learned_from_the_stream() -> None:
 def test_ids_and_lengths_of_a_batch() -> None:
     ids = KeyedRagged.from_dict({"a": [[1, 2], [], [3]], "b": [[4], [5], [6]]})
     assert inputs_of_ids(ids, (), None) == {}
-    found = inputs_of_ids(ids, ("a", "b"), "b")
-    assert found["lengths"].tolist() == [[2, 1], [0, 1], [1, 1]]
+    found = inputs_of_ids(ids, ("a",), "b")
+    assert found["lengths"].tolist() == [[2], [0], [1]]
     assert found["ids"].tolist() == [4, 5, 6]
     twice = KeyedRagged.from_dict({"a": [[1, 2], [3, 4]]})
     with pytest.raises(ShapeError, match="item_id"):
         inputs_of_ids(twice, (), "a")
+    with pytest.raises(ShapeError, match="item_id"):  # as many ids as examples, but not one each
+        inputs_of_ids(ids, (), "a")
+
+
+def test_sequences_have_one_length_in_each_example() -> None:
+    ids = KeyedRagged.from_dict({"a": [[1, 2], [], [3]], "b": [[4, 4], [5], [6]]})
+    with pytest.raises(ShapeError, match=r"'a', 'b'\]: got \[0, 1\] of example 1"):
+        inputs_of_ids(ids, ("a", "b"), None)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+<<<<<<< HEAD
 import math
+=======
+import os
+>>>>>>> fixtrain
 import re
 from pathlib import Path
 from typing import Any
@@ -206,6 +210,65 @@ def test_a_run_that_resumes_remembers_its_best(data: Path):
     assert (resumed.folder / "checkpoints" / one["checkpoint"]).is_dir()
 
 
+def test_a_run_that_stopped_early_takes_no_step_when_it_resumes(data: Path):
+    early = {"every_steps": 5, "early_stop": {"metric": "auc", "patience": 2, "least": 1.0}}
+    made = settings(data, eval=early, checkpoint={"keep_best": "auc"})
+    stopped, _ = run(made)
+    best = (stopped.folder / "best.json").read_text()
+    resumed, out = run(made, resume=str(stopped.folder))
+    assert (stopped.steps, resumed.steps) == (15, 15)
+    assert "stopped early after step 15" in out
+    assert resumed.metrics == stopped.metrics
+    assert (stopped.folder / "best.json").read_text() == best
+
+
+def test_a_run_that_resumes_keeps_a_best_that_its_checkpoint_does_not_know(data: Path):
+    """The last model was saved before it was found to be the best; then the run diverges."""
+
+    def made(epochs: int) -> config.RunConfig:
+        return settings(
+            data,
+            data={"epochs": epochs},
+            dense_optimizer={**DIVERGES, "lr": {**DIVERGES["lr"], "boundaries": [20]}},
+            eval={"every_steps": 11},
+            checkpoint={"keep_best": "log_loss", "every_steps": 20, "full_every": 1}
+            | {"background": False, "keep_full": 1},
+        )
+
+    part, _ = run(made(1))
+    best = json.loads((part.folder / "best.json").read_text())
+    assert best["step"] == 20
+    run(made(3), resume=str(part.folder))
+    assert json.loads((part.folder / "best.json").read_text()) == best
+    assert (part.folder / "checkpoints" / best["checkpoint"]).is_dir()
+
+
+def test_a_run_that_resumes_names_the_best_again(data: Path):
+    made = settings(data, eval={"every_steps": 20}, checkpoint={"keep_best": "log_loss"})
+    part, _ = run(made)
+    best = (part.folder / "best.json").read_text()
+    (part.folder / "best.json").unlink()
+    run(made, resume=str(part.folder))
+    assert (part.folder / "best.json").read_text() == best
+
+
+def test_another_metric_begins_another_record(data: Path):
+    def made(epochs: int, metric: str) -> config.RunConfig:
+        early = {"metric": metric, "patience": 9}
+        return settings(
+            data,
+            data={"epochs": epochs},
+            eval={"every_steps": 10, "early_stop": early},
+            checkpoint={"keep_best": metric},
+        )
+
+    part, _ = run(made(1, "ne"))
+    run(made(2, "auc"), resume=str(part.folder))
+    best = json.loads((part.folder / "best.json").read_text())
+    assert best["metric"] == "auc"
+    assert best["step"] > 20
+
+
 def test_a_last_model_that_is_the_best_is_kept(data: Path):
     made = settings(data, eval={"every_steps": 1000}, checkpoint={"keep_best": "log_loss"})
     result, _ = run(made)
@@ -221,6 +284,14 @@ def test_a_last_model_that_is_the_best_is_kept(data: Path):
         ({"checkpoint": {"keep_best": "auc"}}, "eval.every_steps with"),
         ({"eval": {"every_steps": 1, "early_stop": "gauc"}}, "data.source.group"),
         ({"eval": {"every_steps": 1, "early_stop": "f1"}}, "early_stop"),
+        (
+            {
+                "eval": {"every_steps": 1},
+                "checkpoint": {"keep_best": "auc"},
+                "distributed": {"path": "ps"},
+            },
+            "rows are on servers",
+        ),
     ],
 )
 def test_what_early_stops_and_best_models_need(data: Path, changes: dict[str, Any], words: str):
@@ -261,16 +332,33 @@ def test_patterns_of_tables_give_their_settings(data: Path):
         specs(**{"x*": sgd})
 
 
-def test_deterministic_and_tf32_reach_torch(data: Path):
+class Switches:
+    """A hook that looks at torch's switch for deterministic algorithms."""
+
+    def __init__(self) -> None:
+        self.seen: set[bool] = set()
+
+    def begin(self, module: torch.nn.Module) -> None:
+        self.after_step(0)
+
+    def after_step(self, step: int) -> None:
+        self.seen.add(torch.are_deterministic_algorithms_enabled())
+
+
+def test_deterministic_and_tf32_reach_torch(data: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    hook = Switches()
     try:
-        run(settings(data, deterministic=True, tf32=True))
-        assert torch.are_deterministic_algorithms_enabled()
+        run(settings(data, deterministic=True, tf32=True), hooks=[hook])
         assert torch.backends.cuda.matmul.allow_tf32
         assert torch.backends.cudnn.allow_tf32
     finally:
-        torch.use_deterministic_algorithms(False)
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    assert hook.seen == {True}
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 def test_an_average_of_dense_weights_is_what_predicts(data: Path):

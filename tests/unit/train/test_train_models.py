@@ -153,3 +153,24 @@ def test_sequences_go_to_models_that_take_them(file: Path, tmp_path: Path) -> No
     run = settings(file, tmp_path, "din", features=features)
     with pytest.raises(ConfigError, match=r"features\.seen\.max_length"):
         build_parts(run, run.model, offered=("user", "item", "seen"), num_dense=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("two_tower", {"tasks": {"click": {"weight": 2.0}}}, "tasks of model two_tower"),
+        ("din", {"tasks": {"buy": {"weight": 2.0}}}, "tasks of model din"),
+        (
+            "two_tower",
+            {"model": {"kind": "two_tower", "user": ["user"], "item": ["seen"]}, "features": {}},
+            "the list 'seen'",
+        ),
+    ],
+)
+def test_what_a_model_would_ignore_or_misread_is_refused(
+    kind: str, changes: dict[str, Any], words: str, file: Path, tmp_path: Path
+) -> None:
+    made = settings(file, tmp_path, kind, **changes)
+    inputs = source_inputs(made.data.source)
+    with pytest.raises(ConfigError, match=words):
+        build_parts(made, made.model, offered=inputs.features, num_dense=inputs.num_dense)
