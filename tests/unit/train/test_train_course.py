@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-<<<<<<< HEAD
 import math
-=======
 import os
->>>>>>> fixtrain
 import re
 from pathlib import Path
 from typing import Any
