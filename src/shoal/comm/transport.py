@@ -553,7 +553,7 @@ class Client:
             if self._closed:
                 return
             self._closed = True
-            self._bell.send(b"")
+            self._ring()
         with self._turn:
             self._end()
         self._bell.close(linger=0)
@@ -571,7 +571,13 @@ class Client:
         else:
             with self._lock:
                 if not self._closed:
-                    self._bell.send(b"")
+                    self._ring()
+
+    def _ring(self) -> None:
+        """Wake who waits; holds the lock. The other end may be closed already, or rung before."""
+        zmq = _package()
+        with contextlib.suppress(zmq.Again):
+            self._bell.send(b"", zmq.DONTWAIT)
 
     def _leave(self) -> None:
         self._turn.release()

@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
+from typing import Any
 
 import pytest
 import torch
 
+from shoal.comm.transport import Client
+from shoal.errors import ServerLost
 from shoal.ps.client import RowsOverServers
 from shoal.ps.connections import Servers
 from shoal.table.shard import IdGroups, StepContext
 from support.hostile_requests import SPECS, ServerProcess
+from support.ranks import free_port
 
 WORKERS = 100
 SPARE_BYTES = 16 << 20
@@ -52,3 +57,34 @@ def test_workers_that_come_and_go() -> None:
         assert threading.active_count() <= own_threads
         assert len(os.listdir("/proc/self/fd")) <= own_files + 2
         assert len(os.listdir(f"/proc/{server.process.pid}/fd")) < 60
+
+
+def test_a_client_closes_though_a_waiter_was_quicker() -> None:
+    client = Client([f"tcp://127.0.0.1:{free_port()}"])
+    bell = client._bell
+
+    class LateBell:
+        """Rings once the waiter has noticed by itself that the client is closed."""
+
+        def send(self, *arguments: Any) -> None:
+            ends = time.monotonic() + 30
+            while client._closed and not client._ended and time.monotonic() < ends:
+                time.sleep(0.01)
+            time.sleep(0.3)  # ZeroMQ learns of the end that was closed
+            bell.send(*arguments)
+
+        def close(self, linger: int) -> None:
+            bell.close(linger=linger)
+
+    client._bell = LateBell()
+    reply = client.call(0, b"", timeout_s=0.5)
+    waiter = threading.Thread(target=lambda: client.wait([reply]), daemon=True)
+    waiter.start()
+    while not client._turn.locked():
+        time.sleep(0.001)
+    closer = threading.Thread(target=client.close, daemon=True)
+    closer.start()
+    closer.join(60)
+    assert not closer.is_alive()
+    with pytest.raises(ServerLost):
+        reply.result()
