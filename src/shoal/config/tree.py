@@ -507,7 +507,7 @@ def _by_metric(value: Any) -> Any:
 
 
 class EvalSettings(Section):
-    """How the evaluation runs: after training, and every so many steps of it."""
+    """How the evaluation runs: after training, and at every `every_steps` steps of it."""
 
     batch_size: Count = 4096
     max_examples: Examples | None = None
