@@ -360,7 +360,7 @@ def test_a_wrong_config_is_told_and_ends_with_2(tmp_path: Path) -> None:
     found = ended([shoal(job, launcher_variables(rank, 2, port)) for rank in range(2)])
     for code, _, err in found:
         assert code == 2
-        assert "unknown kind of model" in err
+        assert "unknown model kind" in err
 
 
 def batch_and_steps(folder: Path, changes: Mapping[str, Any]) -> tuple[int, dict[str, float]]:

@@ -478,9 +478,11 @@ class Client:
                     self._reconnect(server)
                 elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     self._failed_greetings[server] = 0
-                else:
-                    self._failed_greetings[server] += 1
-                    if self._failed_greetings[server] == _GREETINGS:
+                else:  # after one of the protocol no other is tried
+                    final = event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+                    before = self._failed_greetings[server]
+                    self._failed_greetings[server] += _GREETINGS if final else 1
+                    if before < _GREETINGS <= self._failed_greetings[server]:
                         _LOG.warning("server %d: %s", server, _STRANGER)
 
     def call(

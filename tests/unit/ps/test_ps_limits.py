@@ -228,6 +228,20 @@ def test_a_worker_with_the_wrong_token_ends(
     server.stop()
 
 
+def test_a_server_with_a_token_is_told_though_it_never_hangs_up() -> None:
+    """Its greeting says that it wants one; a worker without one does not greet it again."""
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + b"\1" + bytes(31)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = Client([f"tcp://127.0.0.1:{listener.getsockname()[1]}"])
+        listener.settimeout(30)
+        theirs, _ = listener.accept()
+        with theirs:
+            theirs.sendall(greeting)
+            with pytest.raises(ServerLost, match=r"greetings failed.*another token"):
+                client.call(0, b"", timeout_s=5).result()
+        client.close()
+
+
 @pytest.mark.parametrize("text", ["", "fifteen letters", "  \n fifteen letters \n "])
 def test_a_token_that_can_be_guessed_is_refused(text: str, tmp_path: Path) -> None:
     """Its key is a hash: who records a greeting can try out tokens at leisure."""

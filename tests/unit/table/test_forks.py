@@ -124,15 +124,18 @@ def test_another_table_works_where_one_cannot() -> None:
             return right and used(idle)
         os._exit(AT_REST)
 
-    thread = threading.Thread(target=work)
-    thread.start()
+    # Several: this thread may run only while one of them has no call under way.
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
     try:
         outcomes = [outcome(child)]
         while RIGHT not in outcomes and len(outcomes) < 300:
-            time.sleep(0.001 * (len(outcomes) % 7))  # another moment of the thread's calls
+            time.sleep(0.001 * (len(outcomes) % 7))  # another moment of their calls
             outcomes.append(outcome(child))
     finally:
         stop.set()
-        thread.join()
+        for thread in threads:
+            thread.join()
     assert RIGHT in outcomes
     assert set(outcomes) <= {RIGHT, AT_REST}, outcomes
