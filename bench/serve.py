@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,15 @@ def trained(folder: Path) -> Path:
     return train.run(config, console=Console(quiet=True)).folder
 
 
-def asked_about(run: Path) -> Any:
+@dataclass(frozen=True)
+class Asked:
+    """Examples: lists of ids by feature, and dense [N, n]."""
+
+    lists: dict[str, list[list[int]]]
+    dense: Any
+
+
+def asked_about(run: Path) -> Asked:
     """Examples of the run's evaluation."""
     import torch
 
@@ -125,10 +134,11 @@ def asked_about(run: Path) -> Any:
     from shoal.config.build import open_data
 
     source = open_data(settings.load(run / "config.yaml")).evaluation.source
-    return source.take(torch.arange(4096))
+    examples = source.take(torch.arange(4096))
+    return Asked(examples.ids.to_lists(), examples.dense)
 
 
-def message(examples: Any, first: int, count: int) -> bytes:
+def message(examples: Asked, first: int, count: int) -> bytes:
     """A PredictRequest of some examples."""
     import numpy as np
 
@@ -137,8 +147,7 @@ def message(examples: Any, first: int, count: int) -> bytes:
 
     first %= 4096 - count
     request = tfs.PredictRequest(model_spec=tfs.ModelSpec(name="flights"))
-    lists = examples.ids.to_lists()
-    for name, rows in lists.items():
+    for name, rows in examples.lists.items():
         own = rows[first : first + count]
         longest = max(map(len, own))
         ids = np.array([row + [0] * (longest - len(row)) for row in own], np.int64)
@@ -152,9 +161,9 @@ def message(examples: Any, first: int, count: int) -> bytes:
     return request.SerializeToString()
 
 
-def body(examples: Any, k: int) -> bytes:
+def body(examples: Asked, k: int) -> bytes:
     """One example as JSON, for both HTTP servers."""
-    one = {name: rows[k] for name, rows in examples.ids.to_lists().items()}
+    one = {name: rows[k] for name, rows in examples.lists.items()}
     plainly = {n: ids if n.endswith("history") else ids[0] for n, ids in one.items()}
     return json.dumps({"instances": [{**plainly, "dense": examples.dense[k].tolist()}]}).encode()
 

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from weakref import WeakKeyDictionary
 
@@ -16,31 +16,46 @@ from shoal.serve.model import Model, Outputs, ReadRequest
 
 _QUICK_S = 0.002
 _QUICK_ROWS = 64
+_QUICK_BYTES = 64 << 10  # of a request
+_JOINED_BYTES = 256 << 10  # of requests that one leader reads; one may be larger
 
 
 class _Waiting:
     """A request, and the thread that waits for its reply."""
 
-    __slots__ = ("is_there", "leads", "model", "reply", "request", "size_bytes", "woken")
+    __slots__ = ("is_there", "leads", "model", "read", "reply", "size_bytes", "woken")
 
     def __init__(
-        self, model: Model, request: ReadRequest, size_bytes: int, is_there: Callable[[], bool]
+        self,
+        model: Model,
+        read: Callable[[], ReadRequest],
+        size_bytes: int,
+        is_there: Callable[[], bool],
     ) -> None:
-        self.model, self.request, self.size_bytes = model, request, size_bytes
+        self.model, self.read, self.size_bytes = model, read, size_bytes
         self.is_there = is_there
         self.woken = threading.Event()  # it has its reply, or leads
         self.leads = False
         self.reply: Outputs | BaseException | None = None
 
+    def answer(self, reply: Outputs | BaseException) -> None:
+        """The first reply counts."""
+        if self.reply is None:
+            self.reply = reply
+            self.woken.set()
+
+
+_Read = tuple[_Waiting, ReadRequest]
+
 
 class Batcher:
     """Computes requests on their callers' threads, those that wait joined to one batch a model.
 
-    A caller leads if it may: it takes what waits, computes it, and hands over to the next that
-    waits. So nothing waits for others to come, and a lone request changes no thread. Leaders are
-    as many as `workers`; but small requests of a local model that takes less than 2 ms wait for
-    the one that computes such requests already: two would only wait for each other's interpreter
-    lock.
+    A caller leads if it may: it takes what waits, reads and computes it, and hands over to the
+    next that waits. So nothing waits for others to come, a lone request changes no thread, and
+    callers that wait leave the interpreter lock to who leads. Leaders are as many as `workers`;
+    but small requests of a local model that takes less than 2 ms wait for the one that computes
+    such requests already: two would only wait for each other's lock.
 
     Args:
         workers: callers that compute at once; None: one a core.
@@ -74,13 +89,14 @@ class Batcher:
     def predict(
         self,
         model: Model,
-        request: ReadRequest,
+        read: Callable[[], ReadRequest],
         size_bytes: int = 0,
         is_there: Callable[[], bool] = lambda: True,
     ) -> Outputs:
-        """What a model replies to a request that it has read.
+        """What a model replies to a request.
 
         Args:
+            read: has the model read it; called by whichever thread leads.
             is_there: whether the caller still waits; asked when the request's turn has come.
 
         Raises:
@@ -88,7 +104,7 @@ class Batcher:
             ServerLost: too many wait.
             CancelledError: its caller has left.
         """
-        one = _Waiting(model, request, size_bytes, is_there)
+        one = _Waiting(model, read, size_bytes, is_there)
         with self._lock:
             if self._waiting and self._bytes + size_bytes > self._most_bytes:
                 raise ServerLost(
@@ -98,7 +114,7 @@ class Batcher:
                     remedy="Ask again later, or ask another replica.",
                 )
             if self._leaders < self._workers and not (
-                self._quick_leaders and self._is_quick(model, request.size)
+                self._quick_leaders and self._is_quick(model, size_bytes)
             ):
                 one.leads = True
                 self._leaders += 1
@@ -115,26 +131,27 @@ class Batcher:
         assert reply is not None
         return reply
 
-    def _is_quick(self, model: Model, rows: int) -> bool:
-        few = model.is_local and rows <= _QUICK_ROWS
-        return few and self._seconds.get(model, math.inf) < _QUICK_S
+    def _is_quick(self, model: Model, size_bytes: int) -> bool:
+        small = model.is_local and size_bytes <= _QUICK_BYTES
+        return small and self._seconds.get(model, math.inf) < _QUICK_S
 
     def _lead(self, one: _Waiting) -> None:
-        """Compute a batch with the caller's request, and hand over to one that waits.
+        """Read and compute the caller's request and others, and hand over to one that waits.
 
         Who leads is not in the queue, so that each leader hands over once.
         """
-        batch: list[_Waiting] = []
+        taken: list[_Waiting] = []
         quick = False
         try:
             with self._lock:
-                batch = self._joined(one)
-                rows = sum(other.request.size for other in batch)
-                quick = bool(batch) and self._is_quick(batch[0].model, rows)
+                taken = self._joined(one)
+                quick = self._is_quick(one.model, one.size_bytes)
                 self._quick_leaders += quick
-            if batch:
-                self._compute(batch, rows)
+            for batch in self._read(taken):
+                self._compute(batch)
         finally:
+            for other in taken:  # nobody may wait for ever, whatever a model does
+                other.answer(ShoalError("the model was stopped"))
             with self._lock:
                 self._quick_leaders -= quick
                 if self._waiting:
@@ -152,49 +169,60 @@ class Batcher:
         """
         taken: list[_Waiting] = []
         kept: deque[_Waiting] = deque()
-        rows = 0
+        left_bytes = max(_JOINED_BYTES, first.size_bytes)
         for one in (first, *self._waiting):
-            if one.model is not first.model or rows + one.request.size > max(
-                self._most_rows, first.request.size
-            ):
+            if one.model is not first.model or one.size_bytes > left_bytes:
                 kept.append(one)
             elif one.is_there():
                 taken.append(one)
-                rows += one.request.size
+                left_bytes -= one.size_bytes
             else:
-                one.reply = CancelledError()
-                one.woken.set()
+                one.answer(CancelledError())
         self._waiting = kept
         self._bytes = sum(one.size_bytes for one in kept)
         return taken
 
-    def _compute(self, batch: Sequence[_Waiting], rows: int) -> None:
-        model, began_s = batch[0].model, time.thread_time()
-        try:
-            for one, reply in zip(batch, _computed(batch), strict=True):
-                one.reply = reply
-        finally:  # nobody may wait for ever, whatever a model does
-            for one in batch:
-                if one.reply is None:
-                    one.reply = ShoalError("the model was stopped")
-                one.woken.set()
+    def _read(self, taken: Sequence[_Waiting]) -> Iterator[list[_Read]]:
+        """Batches of requests; what cannot be read gets its error."""
+        batch: list[_Read] = []
+        rows = 0
+        for one in taken:
+            try:
+                request = one.read()
+            except Exception as error:  # noqa: BLE001  its caller gets it
+                one.answer(error)
+                continue
+            if batch and rows + request.size > self._most_rows:
+                yield batch
+                batch, rows = [], 0
+            batch.append((one, request))
+            rows += request.size
+        if batch:
+            yield batch
+
+    def _compute(self, batch: Sequence[_Read]) -> None:
+        model, began_s = batch[0][0].model, time.thread_time()
+        rows = sum(request.size for _, request in batch)
+        replies = _computed(model, [request for _, request in batch])
         if rows <= _QUICK_ROWS:
             took_s = time.thread_time() - began_s
             self._seconds[model] = 0.8 * self._seconds.get(model, took_s) + 0.2 * took_s
         self._observe(model.name, len(batch), rows)
+        for (one, _), reply in zip(batch, replies, strict=True):
+            one.answer(reply)
 
 
-def _computed(batch: Sequence[_Waiting]) -> Sequence[Outputs | BaseException]:
-    model = batch[0].model
+def _computed(model: Model, requests: Sequence[ReadRequest]) -> Sequence[Outputs | BaseException]:
     try:
-        replies = model.run([one.request for one in batch])
-        if len(replies) != len(batch):
-            raise ShoalError(f"{len(replies)} replies of a model to {len(batch)} requests")
+        replies = model.run(requests)
+        if len(replies) != len(requests):
+            raise ShoalError(f"{len(replies)} replies of a model to {len(requests)} requests")
         return replies
     except Exception as error:  # noqa: BLE001  its callers get it
-        if len(batch) == 1 or not isinstance(error, InputError | DataError):
-            return [error] * len(batch)
-    return [_computed([one])[0] for one in batch]  # one of them is wrong; the others are not
+        if len(requests) == 1 or not isinstance(error, InputError | DataError):
+            return [error] * len(requests)
+    # One of them is wrong; the others are not.
+    return [_computed(model, [one])[0] for one in requests]
 
 
 class TokenBucket:

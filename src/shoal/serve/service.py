@@ -39,7 +39,7 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _LOOKUP = "lookup"
 _MOST_MESSAGE = 4096  # gRPC sends it in a header, and headers are short
 _BYTES_AN_ELEMENT = 4  # so that a request takes not much more memory than its bytes
-_THREADS = 64  # of predictions: who computes does so for those that wait
+_THREADS = 32  # of predictions: who computes does so for those that wait
 _SHORT_THREADS = 2
 _LARGE_BYTES = 1 << 18
 _MOST_HELD = 256 << 20
@@ -197,7 +197,7 @@ class Service:
             self._held -= size_bytes
 
     def decoding(self, size_bytes: int) -> AbstractContextManager[Any]:
-        """Held while a request is decoded: as many large ones at once as are computed."""
+        """Held while a text is parsed: as many large ones at once as are computed."""
         return nullcontext() if size_bytes <= _LARGE_BYTES else self._large
 
     def allows(self, authorization: str | None) -> bool:
@@ -258,9 +258,12 @@ class Service:
         for name in wanted:
             if name not in names:
                 raise unknown_name("output of the model", name, names)
-        with self.decoding(size_bytes):
-            request = model.read(self._within(decode()))
-        outputs = self._batcher.predict(model, request, size_bytes, _is_there.get(lambda: True))
+        outputs = self._batcher.predict(
+            model,
+            lambda: model.read(self._within(decode())),
+            size_bytes,
+            _is_there.get(lambda: True),
+        )
         return {name: outputs[name] for name in wanted or outputs if name in outputs}
 
     def _within(self, arrays: Iterable[tuple[str, Array]]) -> Mapping[str, Array]:

@@ -140,19 +140,22 @@ class ExampleReader:
             other = next(name for name in inputs if name not in self._names)
             raise unknown_name("input of the model", other, self._names)
         values, lengths, size = [], [], -1
+        ones: Array | None = None
         for feature in self._features:
             name = feature.name
             ids, counts = self._ids(name, inputs)
-            if feature.max_length is not None and counts.max(initial=0) > feature.max_length:
+            examples = len(ids if counts is None else counts)
+            size = checked_size(examples) if size < 0 else size
+            _check_size(name, examples, size)
+            if counts is None:
+                counts = ones = np.ones(size, dtype=np.int64) if ones is None else ones
+            elif feature.max_length is not None and counts.max(initial=0) > feature.max_length:
                 raise ShapeError(
                     f"ids of one example in feature {name!r}",
                     got=int(counts.max()),
                     allowed=f"at most {feature.max_length} (max_length)",
                     remedy="Shorten the lists.",
                 )
-            if size < 0:
-                size = checked_size(len(counts))
-            _check_size(name, len(counts), size)
             values.append(ids)
             lengths.append(counts)
         return Examples(size, tuple(values), tuple(lengths), self._dense(inputs, size))
@@ -172,7 +175,8 @@ class ExampleReader:
         batch = KeyedRagged(self._keys, ids, torch.from_numpy(offsets))
         return batch, None if dense is None else torch.from_numpy(dense)
 
-    def _ids(self, name: str, inputs: Mapping[str, Array]) -> tuple[Array, Array]:
+    def _ids(self, name: str, inputs: Mapping[str, Array]) -> tuple[Array, Array | None]:
+        """Ids and how many of them each example has; None: one."""
         given = inputs.get(name)
         if given is None:
             remedy = "Give every feature; one without ids is [B, 0], or has lengths of 0."
@@ -180,12 +184,13 @@ class ExampleReader:
                 f"input {name!r}", got="none", allowed=f"all of {list(self._keys)}", remedy=remedy
             )
         is_list = name in self._lists
-        if given.ndim not in (1, 2) or (not is_list and given.ndim == 2 and given.shape[1] != 1):
-            allowed = "[B] or [B, L]" if is_list else "[B] or [B, 1]"
-            raise _shape(name, given, allowed)
+        if not is_list and given.shape[1:] in ((), (1,)) and given.ndim:
+            return as_ids(name, given), None
+        if not is_list or given.ndim not in (1, 2):
+            raise _shape(name, given, "[B] or [B, L]" if is_list else "[B] or [B, 1]")
         ids = as_ids(name, given)
         size = given.shape[0]
-        counts = inputs.get(f"{name}{LENGTHS}") if is_list else None
+        counts = inputs.get(f"{name}{LENGTHS}")
         length = 1 if given.ndim == 1 else given.shape[1]
         if counts is None:
             return ids, np.full(size, length, dtype=np.int64)

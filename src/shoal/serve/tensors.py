@@ -261,12 +261,14 @@ def _as_bytes(value: Any) -> bytes:
 
 
 def _count(name: str, shape: Sequence[Any]) -> int:
-    good = len(shape) <= _MOST_DIMENSIONS and all(
-        isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in shape
-    )
-    count = math.prod(shape) if good else -1
-    # Sizes next to a 0 count too: what is made for [0, n] must not take n.
-    if not 0 <= count <= MOST_ELEMENTS or math.prod(max(n, 1) for n in shape) > MOST_ELEMENTS:
+    count = most = 1 if len(shape) <= _MOST_DIMENSIONS else -1
+    for n in shape:
+        if type(n) is not int or n < 0 or most < 0:  # True is no size
+            most = -1
+            break
+        count *= n
+        most *= n or 1  # sizes next to a 0 count too: what is made for [0, n] must not take n
+    if not 0 <= most <= MOST_ELEMENTS:
         allowed = f"{_MOST_DIMENSIONS} sizes of 0 or more, {MOST_ELEMENTS} elements"
         raise refused(f"shape of input {name!r}", str(list(shape))[:80], f"at most {allowed}")
     return count

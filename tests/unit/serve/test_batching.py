@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -44,8 +45,10 @@ def asked(
     """Replies or errors: the first request alone, the others wait while it is computed."""
 
     def ask(number: float) -> Any:
-        request = model.read({"x": np.array([number], np.float32)})
-        return batcher.predict(model, request, size_bytes, lambda: is_there(number))
+        inputs = {"y" if math.isnan(number) else "x": np.array([number], np.float32)}
+        return batcher.predict(
+            model, lambda: model.read(inputs), size_bytes, lambda: is_there(number)
+        )
 
     with ThreadPoolExecutor(len(numbers)) as pool:
         replies = [pool.submit(ask, numbers[0])]
@@ -79,7 +82,7 @@ def test_a_batch_has_a_limit() -> None:
 def test_a_lone_request_is_computed_by_its_caller() -> None:
     model = SlowModel()
     model.gate.set()
-    Batcher().predict(model, np.zeros(1, np.float32))
+    Batcher().predict(model, lambda: np.zeros(1, np.float32))
     assert model.threads == [threading.get_ident()]
 
 
@@ -87,6 +90,15 @@ def test_a_request_that_fails_fails_alone() -> None:
     replies = asked(Batcher(workers=1), SlowModel(), [0, -1, 2])
     assert isinstance(replies[1], InputError)
     assert [replies[0]["y"].tolist(), replies[2]["y"].tolist()] == [[0], [4]]
+
+
+def test_a_request_that_cannot_be_read_fails_alone() -> None:
+    """Whoever leads reads it."""
+    model = SlowModel()
+    replies = asked(Batcher(workers=1), model, [0, math.nan, math.nan, 2])
+    assert isinstance(replies[1], InputError)
+    assert isinstance(replies[2], InputError)
+    assert [replies[0]["y"].tolist(), replies[3]["y"].tolist()] == [[0], [4]]
 
 
 def test_a_request_whose_caller_left_is_not_computed() -> None:
@@ -126,7 +138,9 @@ def test_after_any_load_as_many_compute_at_once_as_before() -> None:
     batcher = Batcher(workers=workers, most_rows=3)
 
     def ask(number: int) -> None:
-        batcher.predict(models[number % 3], np.zeros(1, np.float32), 0, lambda: number % 7 != 0)
+        batcher.predict(
+            models[number % 3], lambda: np.zeros(1, np.float32), 0, lambda: number % 7 != 0
+        )
 
     with ThreadPoolExecutor(16) as pool:
         for one in [pool.submit(ask, number) for number in range(3000)]:
@@ -139,7 +153,7 @@ def test_after_any_load_as_many_compute_at_once_as_before() -> None:
                 return super().run(requests)
 
         last = [
-            pool.submit(batcher.predict, Together(), np.zeros(1, np.float32))
+            pool.submit(batcher.predict, Together(), lambda: np.zeros(1, np.float32))
             for _ in range(workers)
         ]
         assert all(one.result()["y"].tolist() == [0] for one in last)
@@ -157,14 +171,14 @@ def test_two_workers_share_what_is_slow_and_one_takes_all_that_is_quick(is_local
     batcher = Batcher(workers=2)
     model.gate.set()
     for _ in range(40):  # its time becomes known
-        batcher.predict(model, np.zeros(1, np.float32))
+        batcher.predict(model, lambda: np.zeros(1, np.float32))
     model.gate.clear()
     model.entered.clear()
     model.batches.clear()
     entered: list[bool] = []
 
     def ask(number: int) -> None:
-        batcher.predict(model, np.zeros(1, np.float32))
+        batcher.predict(model, lambda: np.zeros(1, np.float32))
 
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(ask, 0)
@@ -183,7 +197,7 @@ def test_every_caller_has_its_own_reply() -> None:
     model, batcher = EchoModel(), Batcher(workers=2, most_rows=8)
 
     def ask(number: int) -> bool:
-        found = batcher.predict(model, np.full(1 + number % 5, number, np.float32))
+        found = batcher.predict(model, lambda: np.full(1 + number % 5, number, np.float32))
         return bool((found["y"] == 2 * number).all()) and len(found["y"]) == 1 + number % 5
 
     with ThreadPoolExecutor(16) as pool:
