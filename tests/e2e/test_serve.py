@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import shutil
 import ssl
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -324,6 +326,39 @@ def test_requests_have_a_size() -> None:
         with pytest.raises(grpc.RpcError) as caught:
             call(server, PREDICT, request)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_a_request_over_http_whose_caller_left_is_not_computed() -> None:
+    class Slow(EchoModel):
+        gate, entered = threading.Event(), threading.Event()
+
+        def run(self, requests: Sequence[np.ndarray]) -> list[Any]:
+            self.entered.set()
+            assert self.gate.wait(60)
+            return super().run(requests)
+
+    model = Slow()
+    with serving_sources([OneSource(model)], limits=Limits(workers=1)) as (server, _):
+        address = f"http://{server.http_address}"
+        url = f"{address}/v1/models/echo:predict"
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(httpx.post, url, json={"inputs": [1.0]}, timeout=60)
+            assert model.entered.wait(60)
+            leaves = http.client.HTTPConnection(server.http_address)
+            leaves.request("POST", "/v1/models/echo:predict", '{"inputs": [2.0]}')
+            ends = time.monotonic() + 60
+            while "shoal_waiting_requests 1.0" not in httpx.get(f"{address}/metrics").text:
+                assert time.monotonic() < ends
+            leaves.close()
+            for _ in range(50):  # by then its loop has seen that
+                httpx.get(f"{address}/healthz")
+            model.gate.set()
+            assert first.result().json() == {"outputs": [2.0]}
+            again = httpx.post(url, json={"inputs": [3.0]}, timeout=60)
+            assert again.json() == {"outputs": [6.0]}
+        metrics = httpx.get(f"{address}/metrics").text
+    assert 'code="CANCELLED",model="echo",protocol="tfserving-rest"} 1.0' in metrics
+    assert model.batches == [1, 1]
 
 
 def test_a_newer_checkpoint_is_served_without_a_failure(run: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -15,9 +16,12 @@ import httpx
 import numpy as np
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from shoal.cli import app
 from shoal.serve.client import ReplicaSet
 from shoal.serve.loading import FolderSource
+from shoal.serve.repository import Repository
 from support.ranks import free_port
 from support.served_models import TINY, tiny_inputs, trained
 
@@ -63,6 +67,25 @@ def test_it_serves_a_run_until_it_is_ended(tmp_path: Path) -> None:
         assert np.array_equal(found, model.run([model.read(inputs)])[0]["prediction"])
         running.send_signal(signal.SIGTERM)
         assert running.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_it_ends_while_it_loads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def load(repository: Repository) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)
+        raise AssertionError("it loads on")
+
+    monkeypatch.setattr(Repository, "__enter__", load)
+    try:
+        found = CliRunner().invoke(app, ["serve", str(run), *PORTS])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert found.exit_code == 0, found.output
 
 
 @pytest.mark.slow

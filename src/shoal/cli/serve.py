@@ -189,9 +189,16 @@ def serve(
             )
         else:
             source = FolderSource(_folder(run), share, name=name, version=version)
-        done, out = threading.Event(), console()
+        done, loading, out = threading.Event(), threading.Event(), console()
+
+        def stop(*_: object) -> None:
+            done.set()
+            if loading.is_set():  # its rows may take minutes
+                loading.clear()
+                raise SystemExit(0)
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: done.set())
+            signal.signal(number, stop)
         tls = Tls(tls_certificate, tls_key) if tls_certificate and tls_key else None
         service_limits = Limits(workers=workers, requests_per_s=requests_per_s)
         with ExitStack() as stack:
@@ -227,7 +234,9 @@ def serve(
                 )
                 registered = BackgroundRegistration(register, lambda: models.ready, done)
                 stack.enter_context(registered)
+            loading.set()
             models.__enter__()
+            loading.clear()
             what = ", ".join(models.names)
             print_line(out, f"{what}: gRPC {server.grpc_address}, HTTP {server.http_address}")
             done.wait()

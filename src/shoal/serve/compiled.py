@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import platform
 import stat
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +23,7 @@ from shoal.serve.signature import ServedTensor, dense_example
 _log = logging.getLogger(__name__)
 
 _BATCHES = (1, 3, 64)  # that are compared
+_UNUSED_S = 90 * 24 * 3600  # after which a module is deleted
 
 
 def cache_folder() -> Path:
@@ -74,8 +77,14 @@ def _package(module: nn.Module, inputs: Sequence[ServedTensor], folder: Path) ->
     sizes = tuple(None if one is None else {0: batch} for one in example)
     program = torch.export.export(module, example, dynamic_shapes=sizes)
     path = _private(folder) / f"dense-{_key(program, inputs)}.pt2"
-    if not path.exists():
-        _compile(program, path)
+    if path.exists():
+        os.utime(path)
+        return path
+    _compile(program, path)
+    for other in folder.glob("dense-*.pt2"):
+        with contextlib.suppress(FileNotFoundError):  # another process was quicker
+            if time.time() - other.stat().st_mtime > _UNUSED_S:
+                other.unlink()
     return path
 
 

@@ -7,6 +7,7 @@ import html
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -165,9 +166,23 @@ async def _called(
 
         threads = service.threads if posts else service.short_threads
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(threads, service.timed, protocol, run)
+        left = loop.create_task(_left(request))
+        try:
+            there = partial(_waits, left)
+            return await loop.run_in_executor(threads, service.timed, protocol, run, there)
+        finally:
+            left.cancel()
     finally:
         service.let_go(held)
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _waits(left: asyncio.Task[None]) -> bool:
+    return not left.done()
 
 
 def _place(pattern: re.Pattern[str], request: Request) -> tuple[str, int | None, str]:
