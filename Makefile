@@ -9,7 +9,7 @@ CORES := $(shell nproc 2>/dev/null || echo 2)
 CORE_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.inc) CMakeLists.txt pyproject.toml
 BUILD_TOOLS := scikit-build-core nanobind cmake ninja
 
-.PHONY: setup demo demo-hrm demo-ps demo-online test test-all check test-slow test-crash fuzz test-gpu test-gpu-dist test-tfserving tsan bench format clean
+.PHONY: setup demo demo-hrm demo-ps demo-online test test-all check test-slow test-crash fuzz test-gpu test-gpu-dist test-tfserving tsan bench docs format clean
 
 setup: $(VENV)/.installed
 
@@ -111,6 +111,11 @@ bench: .venv-peers/.installed
 	.venv-peers/bin/python bench/plan.py --json out-plan.json
 	.venv-peers/bin/python bench/features.py --json out-features.json
 	.venv-peers/bin/python bench/quality_flights.py --json out-quality-flights.json
+
+# The site of docs/ and of docstrings, into build/site/html; a link that leads nowhere is an error.
+docs: setup
+	$(PIP) install -c constraints.txt mkdocs-material 'mkdocstrings[python]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python scripts/docs_site.py
 
 format: setup
 	$(BIN)/ruff check --fix src tests bench scripts examples/hrm

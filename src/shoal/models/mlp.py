@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from shoal.errors import ConfigError, ShapeError, unknown_name
 from shoal.models.tasks import Objective, Pointwise, Task
 
-BIAS, VEC = "bias", "vec"
-"""Segments of a row: one first-order weight, and the embedding."""
+BIAS = "bias"
+"""Segment of a row: its first-order weight."""
+VEC = "vec"
+"""Segment of a row: its embedding."""
 _WIDTHS = (1, 1 << 16)
 _MOST = 64  # layers, or names
 
