@@ -15,6 +15,7 @@
 #include "bind_shard.h"
 #include "bind_snapshot.h"
 #include "bind_specs.h"
+#include "instruction_set.h"
 #include "shard.h"
 
 namespace nb = nanobind;
@@ -343,6 +344,7 @@ NB_MODULE(_core, m) {
   bind_values(m);
   bind_checksums(m);
   bind_launch(m);
+  m.def("instruction_set", &instruction_set);
   nb::class_<PyShard> shard(m, "Shard");
   shard.def("__init__", [](PyShard* self, const std::vector<nb::dict>& specs) {
     std::vector<TableSpec> tables;

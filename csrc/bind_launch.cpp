@@ -31,7 +31,8 @@ nb::tuple launch_values(const nb::tuple& arguments, const nb::bytes& fixed) {
       traits = traits_of(value.ptr(), fixed.c_str()[i] != 0);
     } else if (PyObject* held = PyObject_GetAttr(value.ptr(), dtype)) {
       kind = nb::steal(held);
-      value = nb::steal(PyObject_CallMethodNoArgs(value.ptr(), data_ptr));
+      PyObject* const self[] = {value.ptr()};
+      value = nb::steal(PyObject_VectorcallMethod(data_ptr, self, 1, nullptr));
       if (!value.is_valid()) throw nb::python_error();
       traits = static_cast<char>(nb::cast<std::uint64_t>(value) & 15);
     } else {

@@ -46,6 +46,7 @@ __all__ = [
     "UnknownName",
     "collective_failed",
     "describe",
+    "did_you_mean",
     "out_of_device_memory",
     "unknown_name",
 ]
@@ -136,13 +137,25 @@ def describe(what: str, *, got: object, allowed: object, remedy: str) -> str:
     return f"{what}: got {got}; allowed: {allowed}. {remedy}"
 
 
+def did_you_mean(got: str, known: Iterable[str]) -> str:
+    """A question with the one or two nearest names; empty if none is near."""
+    near = difflib.get_close_matches(got, list(known), n=2, cutoff=0.6)
+    return f"Did you mean {' or '.join(near)}?" if near else ""
+
+
+_LISTED = 50
+
+
 def unknown_name(what: str, got: str, known: Iterable[str], *, remedy: str = "") -> UnknownName:
-    """Build an `UnknownName` that lists the nearest known names (or all, when there are few)."""
+    """Build an `UnknownName` that suggests the nearest names and lists all (of many, 50)."""
     names = sorted(known)
-    near = difflib.get_close_matches(got, names, n=5, cutoff=0.4) or names[:10]
-    hint = remedy or "Check the spelling."
+    more = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
+    hint = " ".join(filter(None, (did_you_mean(got, names), remedy)))
     return UnknownName(
-        f"unknown {what}", got=repr(got), allowed=", ".join(near) or "none", remedy=hint
+        f"unknown {what}",
+        got=repr(got),
+        allowed=", ".join(names[:_LISTED]) + more or "none",
+        remedy=hint or "Check the spelling.",
     )
 
 

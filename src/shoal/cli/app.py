@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+from shoal.cli import start
 from shoal.cli.bench import bench
 from shoal.cli.ckpt import ckpt
 from shoal.cli.export import export
@@ -11,16 +14,20 @@ from shoal.cli.plan import plan
 from shoal.cli.ps import ps
 from shoal.cli.run import data, evaluate, predict, train
 from shoal.cli.serve import serve
+from shoal.cli.usage import AllCommands, run_app
 
 app = typer.Typer(
     name="shoal",
+    cls=AllCommands,
     help="Train models whose embedding tables keep growing.",
-    epilog="Start here: shoal train examples/flights.yaml",
+    epilog="Start here: shoal examples flights && shoal train examples/flights.yaml",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
+app.command(name="init", no_args_is_help=True)(start.init)
+app.command(name="examples")(start.examples)
 app.command(name="train", no_args_is_help=True)(train)
 app.command(name="eval", no_args_is_help=True)(evaluate)
 app.command(name="predict", no_args_is_help=True)(predict)
@@ -34,10 +41,15 @@ app.add_typer(data)
 
 
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show versions.", is_eager=True, callback=start.version),
+    ] = False,
+) -> None:
     """Train models whose embedding tables keep growing."""
 
 
 def main() -> None:
     """Entry point of the `shoal` command."""
-    app(prog_name="shoal")
+    run_app(app)

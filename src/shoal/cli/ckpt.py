@@ -2,411 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import numpy as np
-import torch
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from torch import Tensor
 
-from shoal.checkpoint.chain import Chain, Link
-from shoal.checkpoint.dense import DenseReader, check_files
-from shoal.checkpoint.manifest import FileKind, Manifest, SavedTable
-from shoal.checkpoint.row_files import Columns, RowLayout, read_rows
-from shoal.checkpoint.storage import Storage
-from shoal.checkpoint.store import CheckpointStore, locate
-from shoal.cli.shell import Debug, clean_errors, console, option, print_line
-from shoal.errors import unknown_name
-
-_RUN_FOLDERS = ("checkpoints", "model")  # of a run folder, which has a config.yaml
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A checkpoint: `name` in its store."""
-
-    store: CheckpointStore
-    name: str
-
-    @property
-    def url(self) -> str:
-        """Of its folder."""
-        return self.folder.url
-
-    @property
-    def folder(self) -> Storage:
-        """Its own."""
-        return self.store.folder(self.name)
-
-    def chain(self) -> Chain:
-        """What it is made of."""
-        return Chain(self.store, self.name)
-
-
-def find(path: str) -> Place:
-    """The checkpoint of that folder or URL, or the newest of a store or of a run.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    here = Storage(path)
-    if here.exists("config.yaml"):
-        newest = [
-            (entry.step, Place(store, entry.name))
-            for store in (CheckpointStore(here.child(name)) for name in _RUN_FOLDERS)
-            if (entry := store.latest()) is not None
-        ]
-        if newest:
-            return sorted(newest, key=lambda one: one[0])[-1][1]
-    return Place(*locate(path))
-
-
-def chosen(tables: Sequence[SavedTable], names: Sequence[str]) -> list[int]:
-    """Indices of the tables of these names, "collection/table" or "table"; of all without names.
-
-    Raises:
-        UnknownName: no such table.
-    """
-    if not names:
-        return list(range(len(tables)))
-    found = set()
-    for name in names:
-        those = {k for k, one in enumerate(tables) if name in (one.key, one.name)}
-        if not those:
-            known = [one.key for one in tables]
-            # What was left out of a key must not hide the nearest name.
-            near = [one.name for one in tables] if "/" not in name else known
-            raise unknown_name("table of the checkpoint", name, near)
-        found |= those
-    return sorted(found)
-
-
-_DISTINCT = 1 << 20
-
-
-def figures_of(chunks: Iterable[Columns]) -> dict[str, Any]:
-    """Figures of rows that come in chunks, as JSON has them; no more than one chunk is kept.
-
-    Ages are seconds before `newest_s`, the latest time that a row was seen. Norms are Euclidean, of
-    rows without NaN or infinity. None where there is nothing to measure.
-    """
-    seen, counts, weights, state = Spread(), Spread(), _NormSums(), _NormSums()
-    rows = 0
-    for columns in chunks:
-        rows += len(columns[0])
-        for spread, column in zip((seen, counts), columns[2:4], strict=True):
-            spread.add(column)
-        for sums, column in zip((weights, state), columns[4:], strict=True):
-            sums.add(column)
-    figures: dict[str, Any] = {"rows": rows, "newest_s": None, "ages_s": None, "counts": None}
-    if rows:
-        newest = seen.largest
-        ages = (newest - one for one in (newest, seen.median(upper=True), seen.least))
-        times = (counts.least, counts.median(), counts.largest)
-        names = ("min", "median", "max")
-        figures["newest_s"] = newest
-        figures["ages_s"] = dict(zip(names, ages, strict=True))
-        figures["counts"] = dict(zip(names, times, strict=True))
-    return {**figures, "weight_norms": weights.plain(), "state_norms": state.plain()}
-
-
-@dataclass(slots=True)
-class Spread:
-    """Least, median and largest of many whole numbers >= 0 in bounded memory.
-
-    Least and largest are exact. So is the median while there are up to a million distinct numbers;
-    beyond that, numbers are rounded down to a power of two that keeps them within it.
-    """
-
-    distinct: int = _DISTINCT
-    least: int = -1
-    largest: int = -1
-    _shift: int = 0
-    _values: Any = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    _counts: Any = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-
-    def add(self, values: Tensor) -> None:
-        """Take int64 [N]."""
-        if not len(values):
-            return
-        low, high = int(values.min()), int(values.max())
-        self.least = low if self.least < 0 else min(self.least, low)
-        self.largest = max(self.largest, high)
-        found, counts = np.unique(values.numpy() >> self._shift, return_counts=True)
-        self._merge(found, counts)
-        while len(self._values) > self.distinct:
-            self._shift += 1
-            found, counts = self._values >> 1, self._counts
-            self._values = self._counts = np.empty(0, dtype=np.int64)
-            self._merge(found, counts)
-
-    def median(self, *, upper: bool = False) -> int:
-        """The lower (or upper) of the middle ones."""
-        totals = np.cumsum(self._counts)
-        middle = (int(totals[-1]) - (0 if upper else 1)) // 2
-        at = int(np.searchsorted(totals, middle, side="right"))
-        value = int(self._values[min(at, len(self._values) - 1)]) << self._shift
-        return min(max(value, self.least), self.largest)
-
-    def _merge(self, values: Any, counts: Any) -> None:
-        every = np.concatenate([self._values, values])
-        self._values, where = np.unique(every, return_inverse=True)
-        amounts = np.concatenate([self._counts, counts])
-        totals = np.zeros(len(self._values), dtype=np.int64)
-        np.add.at(totals, where, amounts)
-        self._counts = totals
-
-
-@dataclass(slots=True)
-class _NormSums:
-    rows: int = 0
-    total: float = 0.0
-    largest: float = 0.0
-    nonfinite: int = 0
-    wide: bool = False
-
-    def add(self, matrix: Tensor) -> None:
-        if not matrix.shape[1]:
-            return
-        self.wide = True
-        norms = torch.linalg.vector_norm(matrix.double(), dim=1)
-        finite = norms[norms.isfinite()]
-        self.nonfinite += len(norms) - len(finite)
-        self.rows += len(finite)
-        self.total += float(finite.sum())
-        self.largest = max(self.largest, float(finite.max()) if len(finite) else 0.0)
-
-    def plain(self) -> dict[str, float] | None:
-        """As JSON has them."""
-        if not self.wide:
-            return None
-        mean = self.total / max(1, self.rows)
-        return {"mean": mean, "max": self.largest, "nonfinite_rows": self.nonfinite}
-
-
-_KINDS: tuple[tuple[FileKind, str], ...] = (
-    ("rows", "rows"),
-    ("deleted", "deletions"),
-    ("admission", "admission counters"),
-    ("sketch", "admission sketches"),
-    ("dense", "dense modules and optimizers"),
-    ("state", "state of the job"),
-)
-
-
-def show(path: str, tables: Sequence[str], *, as_json: bool, out: Console) -> None:
-    """Print what a checkpoint holds.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-        UnknownName: it has no such table.
-    """
-    found = gather(find(path), tables)
-    if as_json:
-        print_line(out, json.dumps(found, indent=2, allow_nan=False))
-        return
-    for name, value in _head(found):
-        print_line(out, f"{name:<12}{value}")
-    if found["tables"]:
-        _print_tables(found["tables"], out)
-    if found["modules"]:
-        out.print(_modules(found["modules"]))
-    out.print(_files(found["files"]))
-
-
-_SHOWN = ("version", "seed", "world_size", "created_s", "packages", "last_steps")
-
-
-def gather(place: Place, names: Sequence[str]) -> dict[str, Any]:
-    """All of it as plain values; reads the rows of the tables of these names, or of all."""
-    chain = place.chain()
-    manifest = chain.last.manifest
-    return {
-        "checkpoint": place.url,
-        **{name: getattr(manifest, name) for name in ("kind", "id", "step")},
-        "samples": manifest.position,
-        **{name: getattr(manifest, name) for name in _SHOWN},
-        "chain": [
-            {"kind": one.kind, "step": one.step, "id": one.id, "bytes": _bytes(one)}
-            for one in (link.manifest for link in chain.links)
-        ],
-        "tables": [_table(chain, index) for index in chosen(manifest.tables, names)],
-        "modules": _dense(place, manifest),
-        "files": [_files_of(manifest, kind) for kind, _ in _KINDS],
-    }
-
-
-def _table(chain: Chain, index: int) -> dict[str, Any]:
-    saved, figures = chain.tables[index], figures_of(chain.chunks(index))
-    delta = chain.last.manifest.kind == "delta"
-    return {
-        "table": saved.key,
-        **figures,
-        "dim": saved.dim,
-        "dtype": saved.dtype,
-        "state_width": saved.state_width,
-        "segments": [asdict(segment) for segment in saved.segments],
-        "bytes": figures["rows"] * saved.row_bytes,
-        "row_bytes": saved.row_bytes,
-        "rows_in_delta": saved.rows if delta else None,
-        "deleted_in_delta": saved.deleted if delta else None,
-        "admission": saved.admission,
-        "pending_ids": _pending(chain.last, saved.key) if saved.admission == "exact" else None,
-    }
-
-
-def _pending(link: Link, key: str) -> int:
-    """Ids without a row that are counted."""
-    layout = RowLayout.ids(counted=True)
-    return sum(
-        len(columns[0])
-        for file in link.manifest.files
-        if file.kind == "admission" and key in file.tables
-        for table, columns in read_rows(link.storage, file, layout)
-        if file.tables[table] == key
-    )
-
-
-def _dense(place: Place, manifest: Manifest) -> list[dict[str, Any]]:
-    shapes: dict[str, tuple[int, ...] | None] = {}
-    if any(file.kind == "dense" for file in manifest.files):
-        check_files(place.folder, manifest, shares=None)
-        reader = DenseReader(place.folder)
-        shapes.update((key, reader.shape(key)) for key in tuple(reader.names()))
-
-    def numbers(part: str, name: str) -> int:
-        prefix = f"{part}/{name}/"
-        own = (shape for key, shape in shapes.items() if key.startswith(prefix))
-        return sum(math.prod(shape) for shape in own if shape is not None)
-
-    return [
-        {
-            "module": name,
-            "numbers": numbers("module", name),
-            "optimizer_numbers": numbers("optimizer", name)
-            if name in manifest.optimizers
-            else None,
-        }
-        for name in manifest.modules
-    ]
-
-
-def _files_of(manifest: Manifest, kind: FileKind) -> dict[str, Any]:
-    files = [file for file in manifest.files if file.kind == kind]
-    return {"kind": kind, "files": len(files), "bytes": sum(file.bytes for file in files)}
-
-
-def _bytes(manifest: Manifest) -> int:
-    return sum(file.bytes for file in manifest.files)
-
-
-def _head(found: dict[str, Any]) -> list[tuple[str, str]]:
-    created = datetime.fromtimestamp(found["created_s"], tz=timezone.utc)
-    chain = [f"{link['kind']} of step {link['step']:,}" for link in found["chain"]]
-    return [
-        ("checkpoint", found["checkpoint"]),
-        ("kind", found["kind"]),
-        ("chain", " <- ".join(chain)),
-        ("step", f"{found['step']:,}"),
-        ("samples", f"{found['samples']:,}"),
-        ("version", f"{found['version']:,}"),
-        ("ranks", f"{found['world_size']} wrote it"),
-        ("created", f"{created:%Y-%m-%d %H:%M:%S} UTC"),
-        ("id", found["id"]),
-    ]
-
-
-def _print_tables(tables: Sequence[dict[str, Any]], out: Console) -> None:
-    layout = plain_table("table", "rows", "dim", "dtype", "optimizers", "bytes")
-    seen = plain_table("table", "age: newest", "median", "oldest", "count: least", "median", "most")
-    norms = plain_table("table", "weights: mean", "max", "state: mean", "max", "not finite")
-    for one in tables:
-        kinds = ", ".join(f"{part['name']} {part['optimizer']}" for part in one["segments"])
-        layout.add_row(
-            one["table"],
-            f"{one['rows']:,}",
-            str(one["dim"]),
-            one["dtype"],
-            kinds,
-            describe_bytes(one["bytes"]),
-        )
-        ages, counts = one["ages_s"] or {}, one["counts"] or {}
-        seen.add_row(
-            one["table"],
-            *(describe_age(ages[part]) if ages else "" for part in ("min", "median", "max")),
-            *(f"{counts[part]:,}" if counts else "" for part in ("min", "median", "max")),
-        )
-        both = [one[part] or {} for part in ("weight_norms", "state_norms")]
-        norms.add_row(
-            one["table"],
-            *(f"{of[part]:.4g}" if of else "" for of in both for part in ("mean", "max")),
-            f"{sum(of.get('nonfinite_rows', 0) for of in both):,}",
-        )
-    for table in (layout, seen, norms):
-        out.print(table)
-    for one in tables:
-        if one["admission"]:
-            pending = one["pending_ids"]
-            counted = "" if pending is None else f", {pending:,} ids without a row"
-            print_line(out, f"admission of {one['table']}: {one['admission']}{counted}")
-        if one["rows_in_delta"] is not None:
-            rows, deleted = one["rows_in_delta"], one["deleted_in_delta"]
-            print_line(
-                out, f"{one['table']} in the delta alone: {rows:,} rows, {deleted:,} deletions"
-            )
-
-
-def _modules(modules: Sequence[dict[str, Any]]) -> Table:
-    table = plain_table("module", "numbers", "of its optimizer")
-    for one in modules:
-        held = one["optimizer_numbers"]
-        table.add_row(one["module"], f"{one['numbers']:,}", "" if held is None else f"{held:,}")
-    return table
-
-
-def _files(files: Sequence[dict[str, Any]]) -> Table:
-    table = plain_table("files", "number", "bytes")
-    for (_, name), one in zip(_KINDS, files, strict=True):
-        if one["files"]:
-            table.add_row(name, f"{one['files']:,}", describe_bytes(one["bytes"]))
-    return table
-
-
-def plain_table(first: str, *rest: str) -> Table:
-    """A table whose first column is text and whose others are numbers."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(first, overflow="fold")
-    for name in rest:
-        table.add_column(name, justify="right", overflow="fold")
-    return table
-
-
-def describe_bytes(count: int) -> str:
-    """1234567 -> "1.2 MB"."""
-    size = float(count)
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
-
-
-def describe_age(seconds: int) -> str:
-    """90061 -> "1.0 d"."""
-    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds} s"
-
+from shoal.cli.shell import Debug, argument, clean_errors, console, option
+from shoal.cli.usage import Exit
 
 ckpt = typer.Typer(
     name="ckpt",
@@ -415,14 +17,10 @@ ckpt = typer.Typer(
     rich_markup_mode="rich",
 )
 
-_EXIT_DIFFERENT = 1
-
 Checkpoint = Annotated[
     str,
-    typer.Argument(
-        metavar="CKPT",
-        help="Folder or URL of a checkpoint, of a store of them, or of a run: then its newest.",
-        show_default=False,
+    argument(
+        "CKPT", "Folder or URL of a checkpoint, of a store of them, or of a run: then its newest."
     ),
 ]
 
@@ -431,11 +29,6 @@ Tables = Annotated[
     list[str] | None,
     option("NAME", "This table only, as collection/table or table; may be repeated.", "--table"),
 ]
-
-
-@ckpt.callback()
-def _ckpt() -> None:
-    """Look into checkpoints, check and compare them, move rows in and out."""
 
 
 @ckpt.command(name="inspect", no_args_is_help=True)
@@ -457,6 +50,8 @@ def inspect(
       shoal ckpt inspect checkpoints/step-000000002000-delta --table deepfm/carrier --json
     """
     with clean_errors(debug):
+        from shoal.cli.ckpt_inspect import show
+
         show(path, tables or (), as_json=as_json, out=console())
 
 
@@ -482,17 +77,13 @@ def verify(
         from shoal.cli import ckpt_compare
 
         if not ckpt_compare.verify(path, chain=chain, out=console()):
-            raise typer.Exit(_EXIT_DIFFERENT)
+            raise typer.Exit(Exit.DIFFERENT)
 
 
 @ckpt.command(name="diff", no_args_is_help=True)
 def diff(
-    left: Annotated[
-        str, typer.Argument(metavar="A", help="Folder or URL, as of inspect.", show_default=False)
-    ],
-    right: Annotated[
-        str, typer.Argument(metavar="B", help="Folder or URL, as of inspect.", show_default=False)
-    ],
+    left: Annotated[str, argument("A", "Folder or URL, as of inspect.")],
+    right: Annotated[str, argument("B", "Folder or URL, as of inspect.")],
     tables: Tables = None,
     debug: Debug = False,
 ) -> None:
@@ -510,7 +101,7 @@ def diff(
         from shoal.cli import ckpt_compare
 
         if not ckpt_compare.diff(left, right, tables or (), out=console()):
-            raise typer.Exit(_EXIT_DIFFERENT)
+            raise typer.Exit(Exit.DIFFERENT)
 
 
 @ckpt.command(name="compact", no_args_is_help=True)
@@ -533,10 +124,7 @@ def compact(path: Checkpoint, debug: Debug = False) -> None:
 @ckpt.command(name="export", no_args_is_help=True)
 def export(
     path: Checkpoint,
-    out: Annotated[
-        Path,
-        typer.Option("--out", metavar="DIR", help="New or empty folder.", show_default=False),
-    ],
+    out: Annotated[Path, option("DIR", "New or empty folder.", "--out")],
     form: Annotated[str, typer.Option("--format", metavar="NAME", help="parquet.")] = "parquet",
     tables: Tables = None,
     weights_only: Annotated[
@@ -565,15 +153,8 @@ def export(
 
 @ckpt.command(name="import", no_args_is_help=True)
 def import_(
-    source: Annotated[
-        Path, typer.Argument(metavar="SRC", help="File or folder to read.", show_default=False)
-    ],
-    out: Annotated[
-        str,
-        typer.Option(
-            "--out", metavar="DIR", help="New or empty folder, or URL.", show_default=False
-        ),
-    ],
+    source: Annotated[Path, argument("SRC", "File or folder to read.")],
+    out: Annotated[str, option("DIR", "New or empty folder, or URL.", "--out")],
     form: Annotated[
         str,
         typer.Option(

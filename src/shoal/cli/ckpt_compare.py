@@ -15,7 +15,7 @@ from shoal.checkpoint.maintenance import compact as compact_chain
 from shoal.checkpoint.maintenance import diff as compare
 from shoal.checkpoint.maintenance import verify as look
 from shoal.checkpoint.manifest import Manifest, SavedTable
-from shoal.cli.ckpt import Place, chosen, describe_bytes, find, plain_table
+from shoal.cli.ckpt_inspect import Place, chosen, describe_bytes, find, plain_table
 from shoal.cli.shell import print_line
 
 _DENSE = 20  # parameters to print at most

@@ -29,7 +29,7 @@ from shoal.checkpoint.formats import (
     write_parquet,
 )
 from shoal.checkpoint.manifest import SavedTable
-from shoal.cli.ckpt import chosen, find
+from shoal.cli.ckpt_inspect import chosen, find
 from shoal.cli.shell import print_line
 from shoal.config import RunConfig
 from shoal.config.build import table_spec
@@ -70,7 +70,7 @@ def import_rows(request: ImportRequest, *, out: Console) -> None:
         CheckpointError: the new checkpoint cannot be written where it should.
     """
     _check(request)
-    source = _open(request)
+    source = _FORMATS[request.form](request)
     offered = {table.name: table for table in source.tables}
     config = None if request.config is None else settings.load(request.config)
     names = _chosen(request, offered)
@@ -138,10 +138,6 @@ def _check(request: ImportRequest) -> None:
             raise ConfigError(option, value, "0..2^32 - 1", "Give a whole number.")
 
 
-def _open(request: ImportRequest) -> ForeignSource:
-    return _FORMATS[request.form](request)
-
-
 def _open_parquet(request: ImportRequest) -> ForeignSource:
     named = request.tables[0] if len(request.tables) == 1 else None
     return open_parquet(request.source, named, ids=request.id_column, vectors=request.vector_column)
@@ -163,14 +159,6 @@ def _open_embeddings(request: ImportRequest) -> ForeignSource:
     return open_embeddings(request.source, dict(zip(request.tables, keys, strict=True)))
 
 
-def _open_text(request: ImportRequest) -> ForeignSource:
-    return open_text(request.source, _one_table(request))
-
-
-def _open_npz(request: ImportRequest) -> ForeignSource:
-    return open_npz(request.source, _one_table(request))
-
-
 def _one_table(request: ImportRequest) -> str:
     if len(request.tables) != 1:
         what = f"--table with --format {request.form}"
@@ -182,8 +170,8 @@ _FORMATS: Mapping[str, Callable[[ImportRequest], ForeignSource]] = {
     "parquet": _open_parquet,
     "monolith": _open_monolith,
     "embedding": _open_embeddings,
-    "npz": _open_npz,
-    "text": _open_text,
+    "npz": lambda request: open_npz(request.source, _one_table(request)),
+    "text": lambda request: open_text(request.source, _one_table(request)),
 }
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.cli.shell import Debug, Overrides, argument, clean_errors, console, option, print_line
+from shoal.cli.usage import Exit
 
 if TYPE_CHECKING:
     from shoal.comm.transport import Secret
@@ -144,4 +145,4 @@ def _print_status(addresses: list[str], secret: Secret | None) -> None:
     for address, said in zip(addresses, found, strict=True):
         print_line(out, json.dumps({"address": address, **(said or {"state": "no answer"})}))
     if None in found:
-        raise typer.Exit(1)
+        raise typer.Exit(Exit.DIFFERENT)

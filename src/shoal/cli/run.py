@@ -23,6 +23,9 @@ def train(
             "Resume an interrupted run: its folder, or the newest one of this name.",
         ),
     ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print all settings as YAML, and train nothing.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Train a model, evaluate it against its baselines, and write a run folder.
@@ -56,6 +59,9 @@ def train(
         from shoal import train as training
         from shoal.comm.launch import early_control
 
+        if print_config:
+            typer.echo(settings.to_yaml(settings.load(config, overrides or ())), nl=False)
+            return
         synced = settings.load_synced_config(
             early_control(), lambda: settings.load(config, overrides or ())
         )

@@ -11,10 +11,9 @@ from typing import IO, Annotated, Any, cast
 import typer
 from rich.console import Console
 
+from shoal.cli.usage import Exit
 from shoal.errors import ShoalError
 
-EXIT_ERROR = 2
-EXIT_INTERRUPTED = 130
 _PLAIN_WIDTH = 110
 
 
@@ -100,9 +99,9 @@ def clean_errors(debug: bool) -> Iterator[None]:
         out = console(stderr=True)
         out.print("error:", style="bold red", end=" ")
         print_line(out, str(error))
-        raise typer.Exit(EXIT_ERROR) from error
+        raise typer.Exit(Exit.ERROR) from error
     except KeyboardInterrupt:
         if debug:
             raise
         console(stderr=True).print("interrupted")
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+        raise typer.Exit(Exit.INTERRUPTED) from None

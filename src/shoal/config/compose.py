@@ -19,9 +19,10 @@ from pydantic_core import ErrorDetails
 
 from shoal.comm import consensus
 from shoal.comm.collectives import Collectives
+from shoal.config.allowed import allowed_by, names_of
 from shoal.config.tree import RunConfig
 from shoal.config.yaml_limits import check_growth, check_override, check_values, read_checked
-from shoal.errors import ConfigError, ShoalError, UnknownName, unknown_name
+from shoal.errors import ConfigError, ShoalError, UnknownName, did_you_mean, unknown_name
 
 Tree = TypeVar("Tree", bound=BaseModel)
 
@@ -78,7 +79,7 @@ def compose_file(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, A
             "config file",
             got=str(path)[:200],
             allowed="the path of an existing .yaml file",
-            remedy="Start from one in examples/, say examples/flights.yaml.",
+            remedy="Write one with shoal init FILE.yaml, or copy one: shoal examples.",
         )
     for text in overrides:
         check_override(text)
@@ -213,7 +214,7 @@ def _named(settings: Any) -> dict[str, Any]:
             "config",
             got=type(settings).__name__,
             allowed="key: value pairs",
-            remedy="Start from examples/flights.yaml.",
+            remedy="Start from one that shoal init writes.",
         )
     return settings
 
@@ -234,14 +235,15 @@ def _translate(error: ValidationError, settings: Mapping[str, Any]) -> ShoalErro
     if first["type"] == "union_tag_invalid":
         known = first["ctx"]["expected_tags"].replace("'", "").split(", ")
         return unknown_name(f"kind of {path}", str(first["ctx"]["tag"]), known)
-    allowed = first["msg"].removeprefix("Input should be ")
-    if first["type"] == "union_tag_not_found":
-        allowed = "a name, or settings with kind: NAME among them"
+    # One error for each type that the setting may have.
+    own = [one for one in error.errors() if ".".join(_location(one, settings)) == path]
+    names = [name for one in own for name in names_of(one)]
     return ConfigError(
         f"config key {path}",
         got="nothing" if first["type"] == "missing" else repr(first["input"])[:200],
-        allowed=allowed[:1].lower() + allowed[1:],
-        remedy="Correct it in the file or on the command line.",
+        allowed=allowed_by(own),
+        remedy=did_you_mean(str(first["input"]), names)
+        or "Correct it in the file or on the command line.",
     )
 
 

@@ -23,6 +23,7 @@ from pydantic import (
 )
 from pydantic_core import core_schema
 
+from shoal.config.allowed import DEVICE, NAME, allowed_by
 from shoal.data.feature_set import (
     ID_RULES,
     ElementWise,
@@ -161,7 +162,7 @@ def _convert(value: Any, hint: Any, what: str) -> Any:
         raise ConfigError(
             what,
             got=repr(value),
-            allowed=error.errors()[0]["msg"],
+            allowed=allowed_by(error.errors()),
             remedy="Change the setting.",
         ) from error
 
@@ -710,9 +711,9 @@ class RunConfig(Section):
 
     DEFAULT_TABLE: ClassVar[str] = "default"
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    name: Annotated[str, Field(pattern=NAME)]
     seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1)] = 0
-    device: str = "cpu"
+    device: Annotated[str, Field(pattern=DEVICE)] = "cpu"
     host_rows: HostRowsSettings | None = None
     threads: Annotated[int, Field(gt=0, le=MAX_THREADS)] | None = None
     data: DataSettings

@@ -6,7 +6,6 @@ docs/guide/missing-values-and-ids.md. Text becomes ids by `shoal.ids.ids_of_text
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.errors import DataError
+from shoal.errors import DataError, did_you_mean
 from shoal.ids import TEXT_TYPES, ids_of_text
 from shoal.ragged import Ragged
 
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
 
 _LAST_SECOND = (1 << 32) - 1
+_LISTED = 50
 _LIST_TYPES = ("is_list", "is_large_list", "is_fixed_size_list")
 _DROP = "Drop these rows, or write a value that stands for 'unknown'."
 
@@ -110,12 +110,12 @@ def check_present(names: Iterable[str], present: Iterable[str], where: str) -> N
                 remedy="Rename one of them, or leave it out.",
             )
         if name not in have:
-            near = difflib.get_close_matches(name, have, n=5, cutoff=0.4) or have[:10]
+            listed = ", ".join(have[:_LISTED]) + (" and more" if len(have) > _LISTED else "")
             raise DataError(
                 f"column {name!r} of {where}",
                 got="no such column",
-                allowed=f"among others {', '.join(near)}" if near else "no columns at all",
-                remedy="Change the name in the recipe, or add the column to the file.",
+                allowed=listed or "no columns at all",
+                remedy=did_you_mean(name, have) or "Correct its name in data.source.",
             )
 
 

@@ -146,6 +146,14 @@ def find(run: str, overrides: Sequence[str]) -> tuple[RunFolder, RunConfig]:
         ConfigError: no such file, or wrong overrides.
     """
     path = Path(run)
+    if not path.is_dir() and path.suffix != ".yaml":
+        near = sorted(path.parent.glob("*/config.yaml"), key=lambda one: one.stat().st_mtime)
+        raise CheckpointError(
+            "run",
+            got=f"{run}, which is no folder",
+            allowed="a run folder, or the .yaml file of a trained run",
+            remedy=f"The latest run there is {near[-1].parent}." if near else "See output.dir.",
+        )
     if not path.is_dir():
         wanted = settings.load(path, overrides)
         runs = (one.path for one in _runs_of(wanted) if checkpoint_of(one) is not None)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +39,19 @@ def check_golden(name: str, text: str) -> None:
     assert lines == file.read_text(encoding="utf-8")
 
 
-COMMANDS = ["", "train", "eval", "predict", "bench comm", "ckpt", "export", "ps", "serve"]
+COMMANDS = [
+    "",
+    "init",
+    "examples",
+    "train",
+    "eval",
+    "predict",
+    "bench comm",
+    "ckpt",
+    "export",
+    "ps",
+    "serve",
+]
 COMMANDS.append("data synth")
 CKPT = ("inspect", "verify", "diff", "compact", "export", "import")
 COMMANDS += [f"ckpt {name}" for name in CKPT]
@@ -57,6 +70,27 @@ ERRORS = {
     "no_file": ["train", "examples/flight.yaml"],
     "unknown_key": ["train", FLIGHTS, "model.hiden=[64]"],
     "unknown_kind": ["train", FLIGHTS, "tables.default.optimizer.kind=adagrab"],
+    "misspelt_kind": ["train", FLIGHTS, "model.kind=dnc"],
+    "unknown_device": ["train", FLIGHTS, "device=gpu"],
+    "null_list": ["train", "examples/movielens.yaml", "data.source.eval_paths=null"],
+    "misspelt_value": ["train", FLIGHTS, "data.shuffle=alway"],
+    "two_types": ["train", FLIGHTS, "logging.tensorboard=maybe"],
+    "fraction": ["train", FLIGHTS, "tables.default.dim=1.5"],
+    "negative": ["train", FLIGHTS, "seed=-1"],
+    "wrong_name": ["train", FLIGHTS, "name=a/b"],
+    "wrong_time": ["train", FLIGHTS, "data.split=tomorrow"],
+    "no_list": ["train", FLIGHTS, "baselines=logistic"],
+    "no_list_of_model": ["train", FLIGHTS, "model.hidden=256"],
+    "no_section": ["train", FLIGHTS, "data=5"],
+    "no_paths": ["train", FLIGHTS, "data.source={kind: parquet}"],
+    "no_such_feature": ["train", FLIGHTS, "features.histroy={}"],
+    "wrong_part": ["train", FLIGHTS, "tables.default.expiry={ttl_s: soon}"],
+    "metric": ["train", FLIGHTS, "eval.early_stop=acu"],
+    "no_run_folder": ["eval", "runs/none"],
+    "no_such_example": ["examples", "flight"],
+    "init_of_no_file": ["init", "no.yaml", "--data", "nope.parquet"],
+    "init_of_text": ["init", "no.yml"],
+    "init_without_data": ["init", "no.yaml", "--label", "clicked"],
     "wrong_value": ["train", FLIGHTS, "data.batch_size=many"],
     "bad_override": ["train", FLIGHTS, "batch_size"],
     "no_run": ["eval", FLIGHTS, "output.dir=no-such-folder"],
@@ -81,6 +115,7 @@ def test_errors_are_one_clean_message(case: str):
     assert code == 2
     assert out == ""
     assert "Traceback" not in err
+    assert not re.search("valid (integer|tuple|string|dict)|Input should|Value error", err)
     check_golden(f"error_{case}.txt", err.replace(f"{ROOT}/", ""))
 
 

@@ -1,0 +1,61 @@
+"""What a setting may be, in the words of this package's pages: of what pydantic says was wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pydantic_core import ErrorDetails
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+DEVICE = r"^(auto|cpu|cuda(:[0-9]+)?)$"
+
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "finite": "a finite number",
+    "bool": "true or false",
+    "string": "text",
+    "tuple": "a list: [A, B], or [] for none",
+    "list": "a list: [A, B], or [] for none",
+    "dict": "settings: {NAME: VALUE}",
+    "model": "settings: {NAME: VALUE}",
+    "datetime": "a time such as 2013-11-01T00:00:00Z",
+    "missing": "a value",
+}
+_BOUNDS = {
+    "greater_than": "a number greater than {gt}",
+    "greater_than_equal": "a number of {ge} or more",
+    "less_than": "a number less than {lt}",
+    "less_than_equal": "a number of {le} or less",
+    "too_long": "{max_length} values or fewer",
+    "too_short": "{min_length} values or more",
+    "union_tag_not_found": "a name, or settings with kind: NAME among them",
+}
+_PATTERNS = {
+    NAME: "letters, digits, '.', '_' and '-', a letter or a digit first",
+    DEVICE: "auto, cpu, cuda, or one GPU: cuda:0",
+}
+
+
+def names_of(error: ErrorDetails) -> list[str]:
+    """The names that a setting of a few names may be; empty for other settings."""
+    if error["type"] != "literal_error":
+        return []
+    return [one.strip("'") for one in error["ctx"]["expected"].replace(" or ", ", ").split(", ")]
+
+
+def allowed_by(errors: Iterable[ErrorDetails]) -> str:
+    """What any of the types of one setting allows, each of which has an error."""
+    return " or ".join(dict.fromkeys(map(_allowed, errors)))
+
+
+def _allowed(error: ErrorDetails) -> str:
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "literal_error":
+        return ", ".join(names_of(error))
+    if kind == "string_pattern_mismatch":
+        return _PATTERNS.get(context["pattern"], f"text that fits {context['pattern']}")
+    if kind in _BOUNDS:
+        return _BOUNDS[kind].format(**context)
+    found = _KINDS.get(kind.partition("_")[0])
+    return found or error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")

@@ -1,0 +1,218 @@
+"""What newcomers meet: help without torch, versions, examples, a first config, exit codes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import shoal
+from shoal import config as settings
+from shoal.cli import app
+from shoal.cli.usage import Exit
+
+ROOT = Path(__file__).parents[3]
+
+
+def invoke(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(arguments), prog_name="shoal")
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["train", "-h"], ["ckpt", "-h"], ["plan", "-h"], ["examples"]]
+)
+def test_what_needs_no_torch_imports_none(arguments: list[str]) -> None:
+    code = f"""
+import sys
+from shoal.cli import main
+sys.argv = {["shoal", *arguments]!r}
+try:
+    main()
+except SystemExit as left:
+    assert left.code == 0
+heavy = {{"torch", "numpy", "pyarrow", "hydra"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_package_that_nobody_used_has_its_names() -> None:
+    code = "import shoal, sys; assert 'torch' not in sys.modules; shoal.rules.optimizers.Adam"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert set(shoal.__all__) <= set(dir(shoal))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = shoal.nothing
+
+
+def test_version_names_what_runs() -> None:
+    code, out, _ = invoke("--version")
+    assert code == 0
+    pattern = r"shoal \d+\.\d+\.\d+, torch \S+, Python 3\.\d+\.\d+, core (avx512|avx2|generic)\n"
+    assert re.fullmatch(pattern, out)
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["ckpt", "diff"], ["plan"], ["plan", "make"]])
+def test_short_help_is_help(command: list[str]) -> None:
+    assert invoke(*command, "-h") == invoke(*command, "--help")
+
+
+def test_completion_is_offered() -> None:
+    assert "--install-completion" in invoke("--help")[1]
+
+
+def test_settings_as_options_get_a_hint() -> None:
+    for command in ("train", "eval", "predict", "ps"):
+        code, _, err = invoke(command, "examples/flights.yaml", "--lr", "0.1")
+        assert code == Exit.ERROR
+        assert "KEY=VALUE" in err
+    assert "KEY=VALUE" not in invoke("ckpt", "inspect", "--lr", "0.1")[2]
+
+
+def test_options_of_a_wrong_type_are_refused_in_plain_words() -> None:
+    for arguments in (
+        ["plan", "a.yaml", "--devices", "many"],
+        ["ckpt", "import", "a", "--seed", "b"],
+    ):
+        code, _, err = invoke(*arguments)
+        assert code == Exit.ERROR
+        assert "a whole number" in err
+        assert "Input should" not in err
+
+
+def test_a_bug_has_an_exit_code_of_its_own() -> None:
+    code = """
+from shoal.cli import app, main
+import sys
+@app.command(name="broken")
+def broken() -> None:
+    raise RuntimeError("never meant to be")
+sys.argv = ["shoal", "broken"]
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == Exit.CRASH
+    assert "never meant to be" in done.stderr
+
+
+def test_the_page_has_every_exit_code() -> None:
+    text = (ROOT / "docs" / "reference" / "errors.md").read_text()
+    rows = re.findall(r"^\| (\d+) \|", text.partition("## Exit codes")[2], flags=re.MULTILINE)
+    assert list(map(int, rows)) == list(Exit)
+
+
+def test_print_config_is_the_whole_config_and_trains_nothing(tmp_path: Path) -> None:
+    arguments = ("examples/flights.yaml", "model.dropout=0.5", f"output.dir={tmp_path / 'runs'}")
+    code, out, _ = invoke("train", str(ROOT / arguments[0]), *arguments[1:], "--print-config")
+    assert code == 0
+    assert not (tmp_path / "runs").exists()
+    printed = settings.from_mapping(yaml.safe_load(out))
+    assert printed == settings.load(ROOT / arguments[0], arguments[1:])
+
+
+def test_examples_are_listed_and_copied(tmp_path: Path) -> None:
+    shipped = {path.stem: path.read_text() for path in (ROOT / "examples").glob("*.yaml")}
+    listed = invoke("examples")[1]
+    assert all(re.search(rf"^{name} ", listed, flags=re.MULTILINE) for name in shipped)
+    code, out, _ = invoke("examples", "dlrm_dcnv2", str(tmp_path))
+    assert code == 0
+    assert f"shoal train {tmp_path / 'dlrm_dcnv2.yaml'}" in out
+    copied = {path.stem: path.read_text() for path in tmp_path.iterdir()}
+    assert copied == {name: shipped[name] for name in ("dlrm_dcnv2", "dlrm_dcnv2_tables")}
+    assert invoke("examples", "dlrm_dcnv2", str(tmp_path))[0] == 0  # the same is no conflict
+    (tmp_path / "dlrm_dcnv2.yaml").write_text("mine: 1\n")
+    code, _, err = invoke("examples", "all", str(tmp_path))
+    assert code == Exit.ERROR
+    assert "dlrm_dcnv2.yaml (File exists)" in err
+    assert (tmp_path / "dlrm_dcnv2.yaml").read_text() == "mine: 1\n"
+
+
+def events(path: Path, rows: int = 300, **more: Any) -> Path:
+    start = datetime(2024, 3, 1, tzinfo=timezone.utc)
+    columns = {
+        "user": [f"u{k % 17}" for k in range(rows)],
+        "item": [k % 5 for k in range(rows)],
+        "coupon": [None if k % 3 else f"c{k % 7}" for k in range(rows)],
+        "seen": [[k, k + 1][: k % 3] for k in range(rows)],
+        "price": [None if k % 10 == 0 else k / 7 for k in range(rows)],
+        "at": [start + timedelta(minutes=k) for k in range(rows)],
+        "clicked": [k % 2 for k in range(rows)],
+        **more,
+    }
+    pq.write_table(pa.table({k: v for k, v in columns.items() if v is not None}), path)
+    return path
+
+
+def test_init_of_parquet_says_what_columns_are(tmp_path: Path) -> None:
+    data = events(tmp_path / "events.parquet", born=[datetime(1990, 1, 1).date()] * 300)
+    file = tmp_path / "my run.yaml"
+    code, out, err = invoke("init", str(file), "--data", str(data))
+    assert code == 0, err
+    assert "shoal train" in out
+    made = settings.load(file, environment={})
+    source = made.data.source
+    assert made.name == "my-run"
+    assert (source.label, source.time, source.dense) == ("clicked", "at", ("price",))
+    assert {name: one.is_list for name, one in source.ids.items()} == {
+        "user": False,
+        "item": False,
+        "seen": True,
+    }
+    assert source.features.names == ("coupon",)
+    assert made.data.split == datetime(2024, 3, 1, 4, 30, tzinfo=timezone.utc)
+    assert "neither ids nor numbers: born" in file.read_text()
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_init_of_parquet_trains_as_written(tmp_path: Path, timed: bool, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    events(tmp_path / "events.parquet", **({} if timed else {"at": None}))
+    assert invoke("init", "mine.yaml", "--data", "events.parquet")[0] == 0
+    code, _, err = invoke("train", "mine.yaml")
+    assert code == 0, err
+    assert len(list((tmp_path / "runs").glob("mine-*/metrics.json"))) == 1
+
+
+@pytest.mark.slow
+def test_init_of_the_flights_trains_as_written(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert invoke("init", "mine.yaml")[0] == 0
+    code, _, err = invoke("train", "mine.yaml", "data.epochs=1", "data.max_examples=20000")
+    assert code == 0, err
+    assert len(list((tmp_path / "runs").glob("mine-*/report.html"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "arguments", "parts"),
+    [
+        ({"bought": [0, 1] * 150, "clicked": [2, 3] * 150, "liked": [0, 1] * 150}, [], ["--label"]),
+        ({}, ["--label", "click"], ["unknown column", "'click'", "Did you mean clicked?"]),
+        ({}, ["--time", "att"], ["unknown column", "--time", "user"]),
+    ],
+)
+def test_init_asks_for_what_it_cannot_know(
+    tmp_path: Path, more: dict[str, Any], arguments: list[str], parts: list[str]
+) -> None:
+    data = events(tmp_path / "events.parquet", **more)
+    code, _, err = invoke("init", str(tmp_path / "a.yaml"), "--data", str(data), *arguments)
+    assert code == Exit.ERROR
+    assert all(part in err for part in parts)
+    assert not (tmp_path / "a.yaml").exists()
+
+
+def test_init_keeps_files(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("mine: 1\n")
+    code, _, err = invoke("init", str(file))
+    assert (code, file.read_text()) == (Exit.ERROR, "mine: 1\n")
+    assert "File exists" in err
