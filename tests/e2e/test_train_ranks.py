@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -12,6 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from rich.console import Console
@@ -361,6 +366,35 @@ def test_a_wrong_config_is_told_and_ends_with_2(tmp_path: Path) -> None:
     for code, _, err in found:
         assert code == 2
         assert "unknown model kind" in err
+
+
+def poisoned(folder: Path) -> tuple[str, dict[str, Any]]:
+    """What a run prints of files of which one batch has no good row left, and one has one."""
+    out = io.StringIO()
+    source = {"kind": "parquet", "paths": [str(folder / "rows.parquet")], "ids": {"u": {}}}
+    source |= {"eval_paths": [str(folder / "good.parquet")], "label": "y", "dense": ["x"]}
+    changes = {
+        **NORMED,
+        "data": {"source": source, "batch_size": 8, "quarantine": str(folder / "bad.jsonl")},
+        "distributed": {"path": "torch"},
+    }
+    result = train.run(settings(folder / "runs", changes), console=Console(file=out, width=200))
+    return out.getvalue(), {**result.metrics["dlrm"], "trained": result.examples}
+
+
+def test_batches_that_quarantine_empties_do_not_end_batch_normalisation(tmp_path: Path) -> None:
+    u, y = np.arange(80) % 7, (np.arange(80) % 3 == 0).astype(np.float32)
+    x = np.linspace(-1, 1, 80)
+    pq.write_table(pa.table({"u": u, "x": x, "y": y}), tmp_path / "good.parquet")
+    # Of rank 0 all of a batch; of both ranks all; all but one; one of each; of rank 1.
+    for bad in (range(8, 12), range(16, 24), range(24, 31), range(33, 39), range(44, 48)):
+        x[bad] = np.nan
+    pq.write_table(pa.table({"u": u, "x": x, "y": y}), tmp_path / "rows.parquet", row_group_size=10)
+    (out, found), (_, other) = run_ranks(2, poisoned, tmp_path)
+    assert found == other
+    assert found["trained"] == 80 - 29
+    assert math.isfinite(found["log_loss"])
+    assert "left out: 29 rows and 0 files, named in" in out
 
 
 def batch_and_steps(folder: Path, changes: Mapping[str, Any]) -> tuple[int, dict[str, float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ import torch
 from hrm.dataset import PuzzleData, read_split, require_alike
 from hrm.kept_outputs import KeptOutputs
 from hrm.learner import Learner
+from hrm.original import load_original
 from hrm.prefetch import Prefetched
 from hrm.ranks import joined, on_all_ranks
 from hrm.run_log import Pace, RunLog, Tally, check_wandb, shown
@@ -94,6 +96,7 @@ class Run:
     def __init__(self, config: PretrainConfig, mesh: comm.Mesh) -> None:
         self._began_s = time.monotonic()
         self.mesh = mesh
+        self._waits = mesh.time_waits() if mesh.world_size > 1 else None
         config = as_first_rank(mesh.control, lambda: _named(config), what="settings of rank 0")
         self.config = config
         self.share = Share(config.global_batch_size, mesh.rank, mesh.world_size)
@@ -115,10 +118,14 @@ class Run:
         resumed: int | None = None
         if config.save_checkpoints:
             resumed = self._open_checkpoints()
+        if resumed is None and config.load_checkpoint is not None:
+            load_original(config.load_checkpoint, self.learner)
         self.log = on_all_ranks(mesh.control, lambda: self._open_log(resumed), what="logs of a run")
         self._evaluations: list[tuple[int, Figures]] = []
         self._pace = Pace(warm_steps=config.log_every)
         self._tally = Tally()
+        self._profile = None if config.profile is None else self._profiler(config.profile)
+        self._waited_s = 0.0
         self._say_what(resumed)
 
     def _open_checkpoints(self) -> int | None:
@@ -138,6 +145,13 @@ class Run:
             return None
         self.checkpoints.restore(name)
         return self.learner.step
+
+    def _profiler(self, folder: str) -> torch.profiler.profile:
+        from shoal.train.observing import profiler  # brings pyarrow, too
+
+        return on_all_ranks(
+            self.mesh.control, lambda: profiler(folder, self.mesh.rank), what="folder of a profile"
+        )
 
     def _open_log(self, resumed: int | None) -> RunLog:
         config, leads = self.config, self.mesh.rank == 0
@@ -168,7 +182,8 @@ class Run:
     def run(self) -> Result:
         """Train to the end, or to a limit."""
         try:
-            finished = self._train()
+            with self._profile or nullcontext():
+                finished = self._train()
         except BaseException:
             if self.checkpoints is not None:
                 self.checkpoints.abort()
@@ -212,6 +227,8 @@ class Run:
     def iterate(self) -> bool:
         """Steps up to where an evaluation is due; False where a limit came first."""
         self._pace.resume()
+        if self._waits is not None:
+            self._waited_s = self._waits.total_s
         with Prefetched(self.sampler, pin=self.mesh.device.type == "cuda") as batches:
             while self.learner.step < self.total_steps:
                 if self._is_late():
@@ -220,6 +237,8 @@ class Run:
                 if batch is None:
                     break
                 self._tally.add(self.learner.learn(batch))
+                if self._profile is not None:
+                    self._profile.step()
                 if self.learner.step % self.config.log_every == 0:
                     self._tell()
             self._tell()
@@ -250,11 +269,16 @@ class Run:
             figures = {k: v for k, v in figures.items() if k.endswith("loss") or k == "count"}
         figures["lr"] = self.learner.rate
         speed = {"steps_per_s": rate, "samples_per_s": samples}
+        waiting = ""
+        if self._waits is not None:
+            waited_s, self._waited_s = self._waited_s, self._waits.total_s
+            speed["communication_share"] = (self._waited_s - waited_s) * rate / steps
+            waiting = f", {speed['communication_share']:.0%} communication"
         self.log.write(step, "train", {**figures, **speed})
         self.log.say(
             f"step {step}/{self.total_steps}: {shown(figures)} | {rate:.2f} steps/s, "
             f"{human_count(samples)} samples/s, "
-            f"{human_count(samples / self.mesh.world_size)} a rank"
+            f"{human_count(samples / self.mesh.world_size)} a rank{waiting}"
         )
 
     def evaluate(self) -> Figures:

@@ -45,7 +45,7 @@ _OF_NO_EFFECT = {
     *("project_name", "run_name", "checkpoint_path", "log_path"),
     *("resume", "save_checkpoints", "keep_checkpoints", "checkpoint_every_eval"),
     *("eval_examples", "eval_save_outputs", "max_steps", "max_seconds"),
-    *("log_every", "tensorboard", "wandb", "compile", "device", "threads"),
+    *("log_every", "tensorboard", "wandb", "compile", "device", "threads", "profile"),
     "puzzle_emb_sharding",
 }
 
@@ -138,6 +138,7 @@ class PretrainConfig(Section):
     project_name: str | None = None
     run_name: str | None = None
     checkpoint_path: str | None = None
+    load_checkpoint: str | None = None
     resume: Resume = "auto"
     save_checkpoints: bool = True
     keep_checkpoints: PositiveInt | None = None
@@ -149,6 +150,7 @@ class PretrainConfig(Section):
     log_path: str | None = None
     tensorboard: bool | None = None
     wandb: bool = False
+    profile: str | None = None
     compile: bool = False
     device: str = "auto"
     threads: PositiveInt | None = None
@@ -176,6 +178,8 @@ class PretrainConfig(Section):
     def fingerprint(self) -> str:
         """Eight hex digits, the same for settings that train the same model."""
         said = self.model_dump(mode="json", exclude=_OF_NO_EFFECT)
+        if said["load_checkpoint"] is None:  # as before there was such a key
+            del said["load_checkpoint"]
         return sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:8]
 
     @property

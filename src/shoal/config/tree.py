@@ -482,13 +482,28 @@ class FeatureSettings(Section):
     max_length: Count | None = None
 
 
-class DenseOptimizerSettings(Section):
-    """Optimizer of the model's dense weights; `ema` is the decay of their moving average, which
-    evaluations, exports and replicas take in place of the last weights."""
+DenseKind = Literal[
+    "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "muon", "nadam", "radam",
+    "rmsprop", "rprop", "sgd",
+]  # fmt: skip
 
-    kind: Literal["adam", "adamw", "sgd", "adagrad"] = "adam"
+
+class DenseRuleSettings(Section):
+    """torch's optimizer of that name; `options` are further arguments of it, momentum say."""
+
+    kind: DenseKind = "adam"
     lr: LearningRate = 0.001
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class DenseOptimizerSettings(DenseRuleSettings):
+    """Optimizer of the model's dense weights, but for those whose names fit a pattern of
+    `parameters`, of which the first counts; what a pattern leaves out is as for all. `ema` is the
+    decay of a moving average of the weights, which evaluations, exports and replicas take in
+    place of the last ones."""
+
+    parameters: dict[str, DenseRuleSettings] = Field(default_factory=dict)
     ema: Annotated[float, Field(ge=0, lt=1)] | None = None
 
 

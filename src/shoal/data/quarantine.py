@@ -46,6 +46,7 @@ class Quarantine:
 
     Attributes:
         rows, files: counts so far.
+        rows_alike: of `rows`, those that every rank finds.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Quarantine:
         path = Path(path)
         self.path = path if rank == 0 else path.with_suffix(f".rank{rank}{path.suffix}")
         self.most_rows, self.most_files, self.same_columns = most_rows, most_files, same_columns
-        self.rows = self.files = 0
+        self.rows = self.rows_alike = self.files = 0
         self._rank = rank
         self._seen: set[tuple[str, int]] = set()
         self._written = False
@@ -103,6 +104,7 @@ class Quarantine:
             reason = bad.reason[:_LONGEST]
             self._write({"file": str(path), **at, "reason": reason, **held}, alike=alike)
             self.rows += size
+            self.rows_alike += size * alike
             if self.rows > self.most_rows:
                 raise _too_many("rows", self.rows, self.most_rows, reason, self.path)
 

@@ -23,23 +23,25 @@ class BatchNormOverRanks(_NormBase):
     Args:
         like: the layer to take over, parameters and buffers themselves.
         collectives: of all ranks, on the layer's device.
+        lone: take fewer than two values a channel, too, as examples may be missing: their variance
+            is 0, and running statistics stay.
     """
 
-    def __init__(self, like: _BatchNorm, collectives: Collectives) -> None:
+    def __init__(self, like: _BatchNorm, collectives: Collectives, *, lone: bool = False) -> None:
         super().__init__(
             like.num_features, like.eps, like.momentum, like.affine, like.track_running_stats
         )
         self.weight, self.bias = like.weight, like.bias
         self.running_mean, self.running_var = like.running_mean, like.running_var
         self.num_batches_tracked = like.num_batches_tracked
-        self._collectives = collectives
+        self._collectives, self._lone = collectives, lone
 
     def forward(self, batch: Tensor) -> Tensor:
         """Normalise [B, C] or [B, C, ...].
 
         Raises:
-            InputError: in training, fewer than two values a channel over all ranks; on CUDA,
-                where looking would wait for the device, their variance counts as 0.
+            InputError: in training, fewer than two values a channel over all ranks, unless `lone`;
+                on CUDA, where looking would wait for the device, they pass in any case.
         """
         tracked = self.running_mean is not None
         if not self.training and tracked:
@@ -71,7 +73,7 @@ class BatchNormOverRanks(_NormBase):
         sums = torch.cat([sum_C + moved_C, squares_C, here])
         sums = self.summed(sums, "moments of batch normalisation")
         count = sums[-1]
-        mean_C, square_C = (sums[:-1] / count).chunk(2)
+        mean_C, square_C = (sums[:-1] / count.clamp_min(1.0)).chunk(2)
         var_C = (square_C - mean_C * mean_C).clamp_min(0.0)
         self._track(mean_C, var_C, count)
         return mean_C, var_C, count
@@ -83,7 +85,7 @@ class BatchNormOverRanks(_NormBase):
 
     @torch.no_grad()
     def _track(self, mean_C: Tensor, var_C: Tensor, count: Tensor) -> None:
-        if count.device.type == "cpu" and count < 2:
+        if count.device.type == "cpu" and count < 2 and not self._lone:
             raise InputError(
                 "values of a channel in batch normalisation over all ranks",
                 got=int(count),
@@ -93,11 +95,14 @@ class BatchNormOverRanks(_NormBase):
         if self.running_mean is None or self.running_var is None or not self.training:
             return
         assert self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
-        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        counts = count >= 2
+        self.num_batches_tracked.add_(counts)
+        share = self.momentum
+        if share is None:
+            share = 1.0 / max(float(self.num_batches_tracked), 1.0)
         unbiased_C = var_C * (count / (count - 1).clamp_min(1.0))
-        self.running_mean.lerp_(mean_C.to(self.running_mean.dtype), share)
-        self.running_var.lerp_(unbiased_C.to(self.running_var.dtype), share)
+        for running, now_C in ((self.running_mean, mean_C), (self.running_var, unbiased_C)):
+            running.lerp_(now_C.to(running.dtype), (share * counts).to(running.dtype))
 
 
 class _Normalise(torch.autograd.Function):
@@ -140,7 +145,7 @@ class _Normalise(torch.autograd.Function):
         # of the gradient times the normalised values
         along_C = ((grad * shifted).sum(dims).double() + off_C * plain_C) * scale_C
         sums = ctx.layer.summed(torch.cat([plain_C, along_C]), "gradient of batch normalisation")
-        mean_C, mean_along_C = (sums / count).chunk(2)
+        mean_C, mean_along_C = (sums / count.clamp_min(1.0)).chunk(2)
         curve_C = -slope_C * mean_along_C * scale_C
         start_C = curve_C * off_C - slope_C * mean_C
         slope, curve, start = (x.to(shifted.dtype).view(shape) for x in (slope_C, curve_C, start_C))
@@ -159,16 +164,20 @@ def _wide(values: Tensor) -> Tensor:
     return values if values.dtype is torch.float64 else values.float()
 
 
-def normalise_over_ranks(module: nn.Module, collectives: Collectives) -> nn.Module:
+def normalise_over_ranks(
+    module: nn.Module, collectives: Collectives, *, lone: bool = False
+) -> nn.Module:
     """Make all batch normalisation in a module count the examples of all ranks.
+
+    lone: as of `BatchNormOverRanks`.
 
     Returns:
         the module; another one only if it is itself a batch normalisation.
     """
     if _is_of_one_rank(module):
-        return BatchNormOverRanks(module, collectives)
+        return BatchNormOverRanks(module, collectives, lone=lone)
     for name, child in module.named_children():
-        setattr(module, name, normalise_over_ranks(child, collectives))
+        setattr(module, name, normalise_over_ranks(child, collectives, lone=lone))
     return module
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError
@@ -107,12 +108,12 @@ class FirstN:
         return (None, self.length, dim)
 
     def combine(self, ragged: Ragged, embeddings_ND: Tensor) -> Tensor:
-        """Take rows [N, D] to [B, L, D].
+        """Take rows [N, D] to [B, L, D]; rows may be nested lists.
 
         Raises:
             ShapeError: not one row per id.
         """
-        return segment_first_n(embeddings_ND, ragged.offsets_B1, self.length)
+        return segment_first_n(torch.as_tensor(embeddings_ND), ragged.offsets_B1, self.length)
 
 
 COMBINERS = (ReduceSum, ReduceMean, FirstN)

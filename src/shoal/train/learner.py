@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.checkpoint import Contents
 from shoal.comm.collectives import Collectives
 from shoal.comm.transport import Secret
 from shoal.config.build import ModelParts, build_host_rows
-from shoal.config.tree import DenseOptimizerSettings, RunConfig
+from shoal.config.tree import RunConfig
 from shoal.data import Batch
 from shoal.discovery import Discovery
 from shoal.distributed import DistributedModelParallel
@@ -36,15 +35,9 @@ from shoal.ps.sending import Staleness
 from shoal.rules.schedules import Schedule, as_rate
 from shoal.table.hosting import HostedTables, hosted_spec
 from shoal.table.spec import TableSpec
+from shoal.train.dense_optimizers import dense_optimizers
 from shoal.train.ranks import ALONE, Ranks
 from shoal.train.table_placement import planned, settled_placement
-
-_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "sgd": torch.optim.SGD,
-    "adagrad": torch.optim.Adagrad,
-}
 
 
 class Scorer(nn.Module):
@@ -128,13 +121,14 @@ class Learner:
         self.nan_policy = config.nan_policy
         self._device = torch.device(config.device)
         self._clip_norm = config.clip_norm
-        dense = config.dense_optimizer
-        self._dense_settings = dense.model_copy(update={"lr": rate_of(dense.lr)})
         self._moments: Collectives | None = None
         placed_here = ranks.mesh is not None and not self.served
         self.plan = planned(config, parts, ranks, previous) if placed_here else None
         self.model: nn.Module = self._spread(parts, config, ranks)
-        self.optimizer = _dense_optimizer(self.module, self._dense_settings)
+        main = name == config.model.kind
+        self._dense = dense_optimizers(self.module, config.dense_optimizer, rate_of, all_fit=main)
+        members = [one for one, _ in self._dense]
+        self.optimizer = members[0] if len(members) == 1 else JointOptimizer(members)
         rates = {
             (spec.name, part.name): part.optimizer.lr
             for spec in parts.tables
@@ -190,6 +184,12 @@ class Learner:
                 self._discovery.close()
 
     @property
+    def optimizer_names(self) -> list[str]:
+        """Names of its dense optimizers in a checkpoint."""
+        many = len(self._dense) > 1
+        return [f"{self.name}/{k}" if many else self.name for k in range(len(self._dense))]
+
+    @property
     def staleness(self) -> Staleness | None:
         """What lookups of parameter servers lacked; None without them."""
         return None if self._servers is None else self._servers.staleness
@@ -212,7 +212,8 @@ class Learner:
             )
         if any(isinstance(part, _BatchNorm) for part in self.module.modules()):
             self._moments = mesh.collectives(f"batch normalisation of {self.name}", path=path)
-            self.module = normalise_over_ranks(self.module, self._moments)
+            lone = config.data.quarantine is not None
+            self.module = normalise_over_ranks(self.module, self._moments, lone=lone)
         return DistributedModelParallel(
             Scorer(self.tables, self.module, parts, config),
             None
@@ -320,8 +321,9 @@ class Learner:
 
     def apply(self) -> None:
         """One optimizer step over the gradients that backward left."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = as_rate(self._dense_settings.lr, self.steps)
+        for optimizer, rate in self._dense:
+            for group in optimizer.param_groups:
+                group["lr"] = as_rate(rate, self.steps)
         if self._clip_norm is not None:
             self._scaler.unscale_(self.joint)
             clip_grad_norm_(self.module.parameters(), self._sparse, self._clip_norm)
@@ -392,22 +394,6 @@ def _connected(specs: Sequence[TableSpec], config: RunConfig) -> tuple[Discovery
 def window_weight(batch: Batch) -> float:
     """What a batch weighs in a loss: its examples, or the sum of their weights."""
     return float(batch.labels.numel() if batch.weights is None else batch.weights.sum())
-
-
-def _dense_optimizer(module: nn.Module, settings: DenseOptimizerSettings) -> torch.optim.Optimizer:
-    kind = _OPTIMIZERS[settings.kind]
-    parameters = list(module.parameters())
-    on_cpu = all(parameter.is_cpu for parameter in parameters)
-    split = any(isinstance(parameter, DTensor) for parameter in parameters)
-    # torch has no fused Adagrad for CUDA in every version served, and of parameters that FSDP2
-    # splits it fuses Adam only.
-    fused = settings.kind in ("adam", "adamw") if split else on_cpu or settings.kind != "adagrad"
-    return kind(
-        parameters,
-        lr=as_rate(settings.lr, 0),
-        weight_decay=settings.weight_decay,
-        fused=True if fused else None,
-    )  # type: ignore[call-arg]
 
 
 def contents_of(

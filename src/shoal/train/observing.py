@@ -53,7 +53,7 @@ class RunObserver:
         self._watches = settings.enable_alltoall_metrics or self._per_slot
         self._main = main
         self._transfer: Transfer | None = None
-        self._profile = _profiler(config.profile, ranks.rank) if config.profile else None
+        self._profile = profiler(config.profile, ranks.rank) if config.profile else None
 
     def __enter__(self) -> RunObserver:
         self._since_s = self._clock()
@@ -163,7 +163,12 @@ def _device_use(device: torch.device) -> dict[str, float]:
     return found
 
 
-def _profiler(folder: str, rank: int) -> torch.profiler.profile:
+def profiler(folder: str, rank: int) -> torch.profiler.profile:
+    """A profile of some steps, written into a folder as rankR.json.
+
+    Raises:
+        ConfigError: the folder cannot be made.
+    """
     place = Path(folder)
     try:
         place.mkdir(parents=True, exist_ok=True)

@@ -76,7 +76,7 @@ def _options(settings: WarmStartSettings, manifest: Manifest, models: set[str]) 
     unknown = {
         *(table.key for table in manifest.tables if table.collection in others),
         *(f"module:{name}" for name in manifest.modules if name in others),
-        *(f"optimizer:{name}" for name in manifest.optimizers if name in others),
+        *(f"optimizer:{name}" for name in manifest.optimizers if name.split("/")[0] in others),
     }
     return LoadOptions(
         tables=settings.tables,

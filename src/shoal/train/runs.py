@@ -328,13 +328,7 @@ def _run(
         saver.on_begin = publishing.saved
         _train(opened, run_state, saver, sinks, publishing, folder, hooks)
         result = _evaluate_run(opened, folder, run_state, sinks)
-    bad = data.quarantine
-    if bad is not None and (bad.rows or bad.files):
-        opened.print(f"left out: {bad.rows:,} rows and {bad.files:,} files, named in {bad.path}")
-    if data.train.emptied:
-        what = "example" if data.train.emptied == 1 else "examples"
-        why = "batch normalisation takes no batch of one"
-        opened.print(f"left out: {data.train.emptied:,} more {what} of training: {why}")
+    _report_left_out(opened)
     if folder.report.is_file():
         opened.print(f"report: {folder.report}")
     return result
@@ -405,7 +399,9 @@ def _trained(
                 where = as_first_rank(ranks.control, there, what="checkpoint of the run")
                 assert where is not None, "found before"
                 # What trained the models stays there.
-                optimizers = frozenset(f"optimizer:{one.name}" for one in opened.learners)
+                optimizers = frozenset(
+                    f"optimizer:{name}" for one in opened.learners for name in one.optimizer_names
+                )
                 found = load(
                     where,
                     contents_of(opened.learners, trains=False),
@@ -472,13 +468,18 @@ def _evaluate_on_the_way(
     silent = ProgressLine(Console(quiet=True), "evaluate", batches.examples)
     results = evaluate_all([main], batches, silent, opened.ranks)
     main.model.train()
-    name, result = next(iter(results.items()))
-    sheet = {k: v for k, v in summary.figures(result).items() if k in summary.SHOWN}
-    sink.write(run_state.steps, {f"eval/{figure}/{name}": v for figure, v in sheet.items()})
-    shown = ", ".join(f"{figure} {value:.4f}" for figure, value in sheet.items())
-    opened.print(f"step {run_state.steps}: {shown}")
+    sheets = {
+        name: {k: v for k, v in summary.figures(result).items() if k in summary.SHOWN}
+        for name, result in results.items()
+    }
+    named = [(f"eval/{k}/{name}", v) for name, sheet in sheets.items() for k, v in sheet.items()]
+    sink.write(run_state.steps, dict(named))
+    for name, sheet in sheets.items():
+        shown = ", ".join(f"{figure} {value:.4f}" for figure, value in sheet.items())
+        task = f" {name.partition('/')[2]}" if len(sheets) > 1 else ""
+        opened.print(f"step {run_state.steps}{task}: {shown}")
     run_state.started()
-    return sheet
+    return next(iter(sheets.values()))
 
 
 def _evaluate(
@@ -529,6 +530,24 @@ def _evaluate_run(
             folder.write_metrics({"name": config.name, **result.as_json()})
     opened.console.print(summary.closing_line(result), highlight=False)
     return result
+
+
+def _report_left_out(opened: _Opened) -> None:
+    """Print what could not be used, over all ranks."""
+    bad, ranks = opened.data.quarantine, opened.ranks
+    if bad is None:
+        return
+    # What all ranks found alike counts once.
+    counts = [bad.rows - bad.rows_alike * (not ranks.leads), opened.data.train.emptied]
+    here = torch.tensor(counts, dtype=torch.float64, device="cpu")
+    rows, emptied = map(int, ranks.total(here, what="examples left out").tolist())
+    if rows or bad.files:
+        also = " and in those of other ranks next to it" if ranks.many else ""
+        opened.print(f"left out: {rows:,} rows and {bad.files:,} files, named in {bad.path}{also}")
+    if emptied:
+        what = "example" if emptied == 1 else "examples"
+        why = "batch normalisation takes no batch of one"
+        opened.print(f"left out: {emptied:,} more {what} of training: {why}")
 
 
 def _report_short(opened: _Opened) -> None:

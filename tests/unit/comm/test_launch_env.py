@@ -191,6 +191,21 @@ def test_init_sync_train_separates_model_folders_once() -> None:
     assert changed.model_dir == "/models/job/index-0002"
 
 
+def test_init_sync_train_takes_a_plain_dict() -> None:
+    config = {"uuid": "job", "model_dir": "/models", "merge_sync_training_ckpt": False}
+    assert comm.init_sync_train_and_update_conf(config, start=Starts()) is config
+    assert config == {
+        "uuid": "job",
+        "model_dir": "/models/job/index-0002",
+        "merge_sync_training_ckpt": False,
+        "num_ps": 0,
+        "reorder_fids_in_data_pipeline": True,
+        "index": 2,
+        "num_workers": 4,
+        "enable_variable_partition": False,
+    }
+
+
 def test_init_sync_train_without_a_backend(caplog: pytest.LogCaptureFixture) -> None:
     config = comm.init_sync_train_and_update_conf(Training(), start=Starts(ImportError("gone")))
     assert config == Training()

@@ -68,6 +68,21 @@ def test_one_value_has_no_variance() -> None:
         ours(torch.ones(1, 3))
 
 
+@pytest.mark.parametrize("examples", [0, 1])
+def test_where_examples_may_be_missing_statistics_stay(examples: int) -> None:
+    ours = normalise_over_ranks(nn.BatchNorm1d(3), LocalCollectives(), lone=True)
+    ours(torch.randn(5, 3))
+    before = {name: one.clone() for name, one in ours.state_dict().items()}
+    batch = torch.ones(examples, 3, requires_grad=True)
+    found = ours(batch)
+    assert found.tolist() == [[0.0] * 3] * examples  # the bias
+    found.sum().backward()
+    assert batch.grad is not None and not batch.grad.any()
+    assert ours.weight.grad.isfinite().all() and ours.bias.grad.tolist() == [float(examples)] * 3
+    for name, one in ours.state_dict().items():
+        assert torch.equal(one, before[name]), name
+
+
 def shared() -> dict[str, torch.Tensor]:
     mesh = init(device="cpu")
     made = normalise_over_ranks(model(), mesh.collectives("moments"))

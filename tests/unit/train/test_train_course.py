@@ -130,6 +130,20 @@ def test_auc_by_group_is_an_evaluation_s(data: Path):
     assert sheet["gauc"] == pytest.approx(found.auc, abs=1e-12)
 
 
+def test_evaluations_on_the_way_show_every_task(data: Path):
+    path = data / "rows.parquet"
+    table = pq.read_table(path)
+    pq.write_table(table.append_column("z", pa.array(1 - table["y"].to_numpy())), path)
+    shared = {"model": {"kind": "mmoe"}, "source": {"label": ["y", "z"]}}
+    result, out = run(settings(data, **shared, eval={"every_steps": 20}))
+    shown = re.findall(r"^step 20 (\w+): auc ([\d.]+)", out, flags=re.MULTILINE)
+    assert [(task, float(auc)) for task, auc in shown] == [
+        (task, pytest.approx(result.metrics[f"mmoe/{task}"]["auc"], abs=1e-4)) for task in "yz"
+    ]
+    points = (result.folder / "logs" / "log.jsonl").read_text()
+    assert all(f"eval/auc/mmoe/{task}" in points for task in "yz")
+
+
 def steps_of(out: str) -> dict[int, float]:
     """Step -> AUC of the evaluations that a run printed."""
     found = re.findall(r"^step (\d+): auc ([\d.]+)", out, flags=re.MULTILINE)

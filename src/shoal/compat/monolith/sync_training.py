@@ -177,7 +177,8 @@ def init_sync_train_and_update_conf(config: Config, *, start: Start = backends.s
     model_dir/uuid/index-<rank>, unless merge_sync_training_ckpt is set.
 
     Args:
-        config: has these fields and uuid. A frozen dataclass is copied, anything else changed.
+        config: has these fields and uuid, or is a dict of them. A frozen dataclass is copied,
+            anything else changed.
         start: starts what was chosen.
 
     Returns:
@@ -188,7 +189,7 @@ def init_sync_train_and_update_conf(config: Config, *, start: Start = backends.s
     first = _Process.started is None
     try:
         if first and backends.read_flags().byteps:
-            bps_init(given.uuid, start=start)
+            bps_init(_of(given, "uuid"), start=start)
         elif first:
             _Process.started = start(backends.choose(backends.read_flags()))
     except (ImportError, DeviceUnavailable) as error:
@@ -202,10 +203,15 @@ def init_sync_train_and_update_conf(config: Config, *, start: Start = backends.s
         "num_workers": _Process.started.size,
         "enable_variable_partition": False,
     }
-    if first and not given.merge_sync_training_ckpt:
+    if first and not _of(given, "merge_sync_training_ckpt"):
         own = f"index-{_Process.started.rank:04}"
-        changes["model_dir"] = os.path.join(given.model_dir, given.uuid, own)
+        changes["model_dir"] = os.path.join(_of(given, "model_dir"), _of(given, "uuid"), own)
     return _changed(config, changes)
+
+
+def _of(config: Any, name: str) -> Any:
+    """A field, or what a plain dict has under its name."""
+    return config[name] if isinstance(config, MutableMapping) else getattr(config, name)
 
 
 def _changed(config: Config, changes: Mapping[str, Any]) -> Config:
@@ -214,6 +220,9 @@ def _changed(config: Config, changes: Mapping[str, Any]) -> Config:
     if parameters is not None and parameters.frozen:
         copied: Config = dataclasses.replace(given, **changes)
         return copied
+    if isinstance(given, MutableMapping):
+        given.update(changes)
+        return config
     for name, value in changes.items():
         setattr(given, name, value)
     return config

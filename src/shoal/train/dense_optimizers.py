@@ -1,0 +1,93 @@
+"""Optimizers of a model's dense weights: torch's, by name and by pattern of the weights' names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shoal.config.tree import DenseOptimizerSettings, DenseRuleSettings
+from shoal.errors import ConfigError, unknown_name
+from shoal.rules.schedules import Schedule, as_rate
+
+Rate = float | Schedule
+_KINDS = {name.lower(): kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+_SET_ELSEWHERE = {"params", "lr", "weight_decay"}
+
+
+def dense_optimizers(
+    module: nn.Module,
+    settings: DenseOptimizerSettings,
+    rate_of: Callable[[Rate], Rate] = lambda rate: rate,
+    *,
+    all_fit: bool = True,
+) -> list[tuple[Optimizer, Rate]]:
+    """An optimizer and its learning rate for each settings that have weights: those of most first.
+
+    Args:
+        module: whose weights are stepped.
+        settings: of most weights, and by pattern.
+        rate_of: what becomes of a learning rate.
+        all_fit: each pattern has to fit a weight.
+
+    Raises:
+        UnknownName: a pattern that fits no weight, or an argument that an optimizer does not have.
+        ConfigError: an argument that it refuses.
+    """
+    weights = dict(module.named_parameters())
+    rules: list[tuple[str | None, DenseRuleSettings]] = [(None, settings)]
+    rules += settings.parameters.items()
+    found: dict[str | None, list[nn.Parameter]] = {pattern: [] for pattern, _ in rules}
+    for name, weight in weights.items():
+        fitting = (one for one in settings.parameters if fnmatchcase(name, one))
+        found[next(fitting, None)].append(weight)
+    for pattern in settings.parameters if all_fit else ():
+        if not any(fnmatchcase(name, pattern) for name in weights):
+            remedy = "Patterns are of the model's weights by name."
+            raise unknown_name("dense_optimizer.parameters", pattern, weights, remedy=remedy)
+    rates = {pattern: rate_of(rule.lr) for pattern, rule in rules}
+    return [
+        (_made(found[pattern], rule, as_rate(rates[pattern], 0)), rates[pattern])
+        for pattern, rule in rules
+        if found[pattern]
+    ]
+
+
+def _made(weights: Sequence[nn.Parameter], rule: DenseRuleSettings, lr: float) -> Optimizer:
+    kind, what = _KINDS[rule.kind], f"dense_optimizer {rule.kind}"
+    known = set(inspect.signature(kind).parameters)
+    given: dict[str, Any] = {key: _as_argument(value) for key, value in rule.options.items()}
+    for key in given:
+        if key not in known - _SET_ELSEWHERE:
+            raise unknown_name(f"option of {what}", key, known - _SET_ELSEWHERE)
+    if "weight_decay" in known:
+        given["weight_decay"] = rule.weight_decay
+    elif rule.weight_decay:
+        raise ConfigError(what, f"weight_decay {rule.weight_decay}", "0", "It has none.")
+    if _fuses(rule.kind, weights):
+        given = {"fused": True, **given}
+    try:
+        made: Optimizer = kind(weights, lr=lr, **given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        remedy = "Change its options, or the pattern of its weights."
+        raise ConfigError(what, str(error), "what torch.optim takes", remedy) from error
+    return made
+
+
+def _as_argument(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _fuses(kind: str, weights: Sequence[nn.Parameter]) -> bool:
+    """Whether torch has a fused step: of Adagrad not for CUDA in every version served, and of
+    weights that FSDP2 splits for Adam only."""
+    if any(isinstance(weight, DTensor) for weight in weights):
+        return kind in ("adam", "adamw")
+    on_cpu = all(weight.is_cpu for weight in weights)
+    return kind in ("adam", "adamw", "sgd") or (kind == "adagrad" and on_cpu)
