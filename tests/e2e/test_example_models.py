@@ -21,6 +21,7 @@ CASES: dict[str, tuple[str, list[str], float]] = {
     "hstu_taobao": ("taobao", [], 0.6),
     "movielens": ("movielens", ["data.epochs=2"], 0.68),
     "two_tower_movielens": ("movielens", ["data.epochs=2"], 0.57),
+    "two_tower_negatives_movielens": ("movielens", ["data.epochs=2"], 0.57),
     "dlrm_dcnv2": ("", ["data.source.examples=4096", "data.source.eval_examples=1024"], 0.6),
 }
 
@@ -40,6 +41,8 @@ def test_an_example_trains_on_its_twin(name: str, twins: Path, tmp_path: Path) -
     if like:
         for side, key in (("train", "paths"), ("eval", "eval_paths")):
             changes = [*changes, f"data.source.{key}=['{twins / like / side}.parquet']"]
+    if "negatives" in name:
+        changes = [*changes, f"data.sampler.items='{twins / like / 'items.parquet'}'"]
     changes += [
         "threads=1",
         "data.batch_size=128",

@@ -67,8 +67,9 @@ def _package() -> Any:
     return zmq
 
 
-def _watch(socket: zmq.Socket[bytes]) -> None:
+def _watch(socket: zmq.Socket[bytes], address: str) -> None:
     """Notice connections that are dead though nobody closed them: a router forgot them, say."""
+    socket.ipv6 = "[" in address  # else names like localhost may mean an address nobody listens at
     socket.heartbeat_ivl = _BEAT_MS
     socket.heartbeat_timeout = socket.handshake_ivl = socket.connect_timeout = _DEAD_MS
 
@@ -199,7 +200,7 @@ class Server:
         self._socket.maxmsgsize = most_bytes
         self._socket.rcvhwm = _MESSAGES
         self._socket.sndhwm = 2 * _MESSAGES  # replies above are dropped; some were given up
-        _watch(self._socket)
+        _watch(self._socket, address)
         self._unread = UnreadLimit(
             self._socket, each=(_MESSAGES + 1) * most_bytes, together=waiting * most_bytes
         )
@@ -413,7 +414,7 @@ class Client:
         socket.linger = 0
         socket.sndhwm = _MESSAGES
         socket.maxmsgsize = self._most_bytes
-        _watch(socket)
+        _watch(socket, address)
         if self._secret is not None:
             self._secret.join(socket)
         nearest = _nearest(address)

@@ -30,6 +30,7 @@ from shoal.data import (
     Quarantine,
     RankShare,
     Recipe,
+    Sampler,
     Source,
     SyntheticClicks,
     first_of,
@@ -97,6 +98,8 @@ def build_parts(
     tasks = tasks_of(source_inputs(config.data.source).labels, config.tasks, many=model.multi_task)
     if model is config.model:
         _check_model(config, tasks)
+    sampler = config.data.sampler
+    model.check_negatives(None if sampler is None else (sampler.id, *sampler.attributes))
     lengths = {one.name: one.combiner.max_seq_length for one in features}
     inputs = Inputs.of(num_dense, tables[0].segments[-1].dim, lengths, tasks)
     if examples is not None:
@@ -382,6 +385,7 @@ def open_data(config: RunConfig, share: RankShare | None = None) -> RunData:
             least=2 * workers if normalises else workers,
             short=settings.last_batch,
             pace=_pace(config),
+            sampler=_sampler(config),
         ),
         evaluation=Loader(
             first_of(evaluation, config.eval.max_examples),
@@ -436,6 +440,16 @@ def _pace(config: RunConfig) -> Pace | None:
         )
     since_s = None if settings.since is None else _seconds(settings.since)
     return Pace(speed=settings.speed, since_s=since_s, clock_s=settings.clock_s)
+
+
+def _sampler(config: RunConfig) -> Sampler | None:
+    settings, source = config.data.sampler, config.data.source
+    if settings is None:
+        return None
+    if not isinstance(source, FileSource):
+        remedy = "Leave data.sampler out."
+        raise ConfigError("data.source with data.sampler", source.kind, "parquet, csv", remedy)
+    return Sampler.open(settings, _recipe(source), seed=config.seed)
 
 
 def _recipe(settings: FileSource) -> Recipe:

@@ -32,6 +32,7 @@ from shoal.data.feature_set import (
     sequence_group,
 )
 from shoal.data.kinds import KINDS
+from shoal.data.samplers import SamplerSettings
 from shoal.errors import ConfigError, UnknownName, unknown_name
 from shoal.exchange.all_to_all import GradReduce
 from shoal.exchange.wire import WireKind
@@ -243,6 +244,10 @@ def _expiry(value: Any) -> Any:
     return None if value is None else build_record(value, Expiry, "expiry")
 
 
+def _sampler(value: Any) -> Any:
+    return None if value is None else build_record(value, SamplerSettings, "data.sampler")
+
+
 _GROUP = ("delimiter", "length", "features")
 
 
@@ -315,6 +320,7 @@ ModelRule = Annotated[ModelSpec, _Built(lambda value: build(value, MODELS))]
 LearningRate = Annotated[float | Schedule, _Built(_rate)]
 AdmissionRule = Annotated[Admission | None, _Built(_admission)]
 ExpiryRule = Annotated[Expiry | None, _Built(_expiry)]
+SamplerRule = Annotated[SamplerSettings | None, _Built(_sampler)]
 Features = Annotated[FeatureSet, _Built(_features, _dump_features)]
 
 
@@ -432,7 +438,7 @@ class DataSettings(Section):
     `split` is an event time (UTC unless it says otherwise): examples before it train, those from
     it on evaluate. `shuffle` "replays" keeps the order of the first epoch and shuffles later ones.
     `last_batch` is what becomes of a last batch of an epoch that is one example, which batch
-    normalisation cannot take.
+    normalisation cannot take. `sampler` draws items that examples are compared with.
     """
 
     source: Annotated[SourceSettings, BeforeValidator(_by_kind)]
@@ -445,6 +451,7 @@ class DataSettings(Section):
     last_batch: Literal["merge", "drop"] = "merge"
     max_examples: Examples | None = None
     pace: PaceSettings | None = None
+    sampler: SamplerRule = None
     quarantine: Annotated[QuarantineSettings | None, BeforeValidator(_by_path)] = None
 
 

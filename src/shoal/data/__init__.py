@@ -12,6 +12,7 @@ from shoal.data.features import IdFeature, Recipe, encode, model_inputs
 from shoal.data.kinds import cross
 from shoal.data.loader import Loader, Order, Pace, RankShare
 from shoal.data.quarantine import Quarantine
+from shoal.data.samplers import Sampler, SamplerSettings
 from shoal.data.sources import CsvSource, ParquetSource, Source, Subset, first_of, split_by_time
 from shoal.data.synthetic import SyntheticClicks, write_like
 
@@ -28,6 +29,8 @@ __all__ = [
     "Quarantine",
     "RankShare",
     "Recipe",
+    "Sampler",
+    "SamplerSettings",
     "Source",
     "Subset",
     "SyntheticClicks",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import DTypeError, InputError, ShapeError
+from shoal.models.tasks import Negatives
 from shoal.ragged import KeyedRagged, Ragged, pinned
 
 
@@ -29,6 +30,7 @@ class Batch:
         groups_B: int64 [B], whom each example belongs to, for metrics by group; None: nobody.
         position: examples of the run consumed once this batch is, over all ranks; where a loader
             continues after it.
+        negatives: of items that follow the B examples in `ids`; None: there are none.
     """
 
     ids: KeyedRagged
@@ -40,6 +42,7 @@ class Batch:
     groups_B: Tensor | None = None
     position: int = 0
     more_labels: Tensor | None = None
+    negatives: Negatives | None = None
 
     @property
     def labels_BT(self) -> Tensor:
@@ -76,6 +79,7 @@ class Batch:
             weights=None if self.weights is None else move(self.weights),
             times_B=None if self.times_B is None else move(self.times_B),
             groups_B=None if self.groups_B is None else move(self.groups_B),
+            negatives=None if self.negatives is None else self.negatives.moved(move),
         )
 
 
@@ -160,7 +164,7 @@ class TensorSource:
         weights: list[_Array] = []
         for part in self._runs:
             if isinstance(part, Ragged):
-                at_N, lengths_B = _places(part, rows)
+                at_N, lengths_B = places_of(part, rows)
                 values.append(part.values.numpy()[at_N])
                 lengths.append(lengths_B)
                 weights.append(self._weights_at(part, at_N))
@@ -208,7 +212,7 @@ class TensorSource:
         id_weights: dict[str, Tensor] = {}
         for name, part in self._ids.items():
             if isinstance(part, Ragged):
-                at_N, lengths_M = map(torch.from_numpy, _places(part, rows_M.numpy()))
+                at_N, lengths_M = map(torch.from_numpy, places_of(part, rows_M.numpy()))
                 ids[name] = Ragged.from_lengths(part.values[at_N], lengths_M)
                 if name in self._id_weights:
                     id_weights[name] = self._id_weights[name][at_N]
@@ -271,7 +275,7 @@ def _runs_of(ids: Mapping[str, Tensor | Ragged]) -> list[_Array | Ragged]:
     return runs
 
 
-def _places(part: Ragged, rows_B: _Array) -> tuple[_Array, _Array]:
+def places_of(part: Ragged, rows_B: _Array) -> tuple[_Array, _Array]:
     """Where the ids of some examples of a jagged feature are, [N], and their lengths [B]."""
     offsets = part.offsets_B1.numpy()
     starts_B = offsets[rows_B]

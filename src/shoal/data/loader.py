@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.data.batch import Batch
+from shoal.data.samplers import Sampling, extended
 from shoal.data.sources import Source
 from shoal.errors import ConfigError, DataError
 
@@ -144,6 +145,7 @@ class Loader:
         least: examples that every batch has, over all ranks; batch normalisation takes 2.
         short: what becomes of a last batch with less.
         pace: when batches come; None: as fast as they are taken.
+        sampler: draws items that follow a batch's examples, by pass, place and rank; None: none.
 
     Attributes:
         short_examples: of the last batch of a pass that is merged or dropped; 0 if none is.
@@ -166,6 +168,7 @@ class Loader:
         least: int = 1,
         short: Short = "merge",
         pace: Pace | None = None,
+        sampler: Sampling | None = None,
     ) -> None:
         _require("least", least, least >= 1, "at least 1")
         _require("batch_size", batch_size, batch_size >= least, f"at least {least}")
@@ -191,6 +194,7 @@ class Loader:
         self._prefetch = prefetch
         self._pin_memory = pin_memory
         self._pace = pace
+        self._sampler = sampler
 
     @property
     def dropped(self) -> int:
@@ -252,6 +256,8 @@ class Loader:
         if 0 < len(batch.labels) < self._least_of_share:
             self.emptied += len(batch.labels)
             batch = self.source.take(rows_B[:0])
+        if self._sampler is not None:
+            batch = extended(batch, self._sampler, (number, start, self.share.rank))
         batch = replace(batch, position=number * size + consumed)
         return batch.pin_memory() if self._pin_memory else batch
 

@@ -393,6 +393,14 @@ def _movielens(made: _Columns) -> pa.Table:
     )
 
 
+def _movies(examples: pa.Table) -> pa.Table:
+    """Each movie of some examples once, and how many there are of it."""
+    ids = examples.column("movie_id").to_numpy()
+    _, first_M, counts_M = np.unique(ids, return_index=True, return_counts=True)
+    movies = examples.select(["movie_id", "release_year", "genres"]).take(first_M)
+    return movies.append_column("ratings", [counts_M])
+
+
 _TWINS: dict[Like, Callable[[_Columns], Any]] = {
     "criteo": _criteo,
     "taobao": _taobao,
@@ -404,6 +412,7 @@ def write_like(like: Like, rows: int, folder: str | Path, *, seed: int = 0) -> t
     """Write a twin of a data set: its columns, made-up values, labels that follow them.
 
     Ids are by a Zipf law, of the data set's vocabularies, but no more than a twentieth of the rows.
+    Of movielens items.parquet has each movie of the training file, with its ratings there counted.
 
     Args:
         like: the data set.
@@ -433,6 +442,8 @@ def write_like(like: Like, rows: int, folder: str | Path, *, seed: int = 0) -> t
         files = place / "train.parquet", place / "eval.parquet"
         for file, part in zip(files, (table[:first], table[first:]), strict=True):
             pq.write_table(part, file, row_group_size=1 << 16)
+        if like == "movielens":
+            pq.write_table(_movies(table[:first]), place / "items.parquet")
     except (OSError, ValueError) as error:
         remedy = "Choose another folder, or make space."
         raise DataError(f"folder {folder}", error, "one that can be written", remedy) from error

@@ -6,7 +6,7 @@ A config names a spec by its kind and sets its fields; `build` makes the module 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
@@ -210,6 +210,16 @@ class ModelSpec:
     def objective(self, tasks: tuple[Task, ...]) -> Objective:
         """The loss of its outputs."""
         return Pointwise(tasks)
+
+    def check_negatives(self, features: Sequence[str] | None) -> None:
+        """Check what sampled items have, the feature of their ids first; None: none are sampled.
+
+        Raises:
+            ConfigError: the model takes none, needs some, or needs other features.
+        """
+        if features is not None:
+            allowed, remedy = "a model with a softmax over items", "Leave data.sampler out."
+            raise ConfigError("model that data.sampler gives items to", self.kind, allowed, remedy)
 
     @property
     def id_feature(self) -> str | None:

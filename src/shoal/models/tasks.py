@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -64,6 +64,35 @@ class Task:
     weight: float = 1.0
     loss: LossName = "log_loss"
     where: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Negatives:
+    """Items that the B examples of a batch are compared with; they follow these in its ids.
+
+    Args:
+        log_counts_N: float32 [N], of the N items that all share: log of how often each is expected
+            among them.
+        hard_H: int64 [H], of the H items after them: whose hard negative each is, ascending.
+        known: int64 [K, 2]: (example, place among the B + N) of items that are none.
+        most_hard: hard negatives of an example, at most.
+    """
+
+    log_counts_N: Tensor
+    hard_H: Tensor
+    known: Tensor
+    most_hard: int = 0
+
+    @property
+    def size(self) -> int:
+        """N + H."""
+        return self.log_counts_N.numel() + self.hard_H.numel()
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Negatives:
+        """With each tensor elsewhere."""
+        return Negatives(
+            move(self.log_counts_N), move(self.hard_H), move(self.known), self.most_hard
+        )
 
 
 class Objective(Protocol):
@@ -127,24 +156,30 @@ class Pointwise:
 
 @dataclass(frozen=True, slots=True)
 class InBatchSoftmax:
-    """Softmax over the items of a batch: an example's own item against those of the others.
+    """Softmax over items: an example's own against those of the others of a batch, or sampled ones.
 
-    Outputs are scores [B, B], row b of example b, whose own item is on the diagonal; or in
-    evaluation the diagonal [B]. An example counts as much as its first label: 0 is no positive.
+    Outputs are scores [B, B or more], row b of example b, whose own item is on the diagonal, or
+    with `own_first` in column 0; or in evaluation its own alone [B]. An example counts as much as
+    its first label: 0 is no positive.
     """
+
+    own_first: bool = False
 
     def loss_sum(self, outputs: Tensor, labels_BT: Tensor, weights_B: Tensor | None) -> Tensor:
         """Sum over examples."""
         own_B = labels_BT[:, 0] if weights_B is None else labels_BT[:, 0] * weights_B
         if outputs.ndim == 1:
             return log_loss_sum(outputs, labels_BT[:, 0], weights_B)
-        each_B = torch.logsumexp(outputs, 1) - outputs.diagonal()
+        each_B = torch.logsumexp(outputs, 1) - self._own(outputs)
         return (each_B * own_B).sum()
 
     def logits(self, outputs: Tensor) -> Tensor:
         """Scores of the examples' own items [B]."""
         # A view would keep all [B, B] alive for as long as logits are.
-        return outputs if outputs.ndim == 1 else outputs.diagonal().clone()
+        return outputs if outputs.ndim == 1 else self._own(outputs).clone()
+
+    def _own(self, outputs: Tensor) -> Tensor:
+        return outputs[:, 0] if self.own_first else outputs.diagonal()
 
 
 def tasks_of(
@@ -250,6 +285,7 @@ def outputs_of(
     rows: Mapping[str, Tensor],
     dtype: torch.dtype,
     device_type: str = "cpu",
+    negatives: Negatives | None = None,
 ) -> Tensor:
     """Float32 outputs of a dense module, over dense columns and its other inputs by name.
 
@@ -258,7 +294,8 @@ def outputs_of(
     # Rows of float64 tables, too: dense weights are float32.
     inputs = {name: one if name in _INTEGERS else one.float() for name, one in rows.items()}
     sequences = [inputs[name] for name in (SEQUENCES, LENGTHS) if name in inputs]
-    ids = {"ids_B": inputs[IDS]} if IDS in inputs else {}
+    ids: dict[str, Any] = {"ids_B": inputs[IDS]} if IDS in inputs else {}
+    ids |= {} if negatives is None else {"negatives": negatives}
     with torch.autocast(device_type, dtype=dtype, enabled=dtype != torch.float32):
         outputs = module(dense_B, inputs[EMBEDDINGS], inputs.get(FIRST_ORDER), *sequences, **ids)
     return outputs.float()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -13,7 +13,7 @@ from torch.nn.functional import normalize, silu
 from shoal.errors import ConfigError
 from shoal.ids import mix64
 from shoal.models.mlp import MLP, Deep, Inputs, Widths
-from shoal.models.tasks import InBatchSoftmax, Objective, Pointwise, Task
+from shoal.models.tasks import InBatchSoftmax, Negatives, Objective, Pointwise, Task
 
 
 def valid_steps(lengths_B: Tensor, length: int) -> Tensor:
@@ -282,15 +282,16 @@ class ItemFrequency(nn.Module):
 
 
 class InBatchScores(nn.Module):
-    """Scores of users and items: with `pairs` in training all of a batch, else each user's own.
+    """Scores of users and items: in training of many pairs of a batch, else each user's own.
 
-    Vectors are scaled to length 1. In training another example's item that is the example's own is
-    left out, where ids are given.
+    Vectors are scaled to length 1. In training another item that is the example's own is left out,
+    where ids are given.
 
     Args:
         temperature: that products are divided by.
         log_q: in training subtract the log of an item's chance to be in a batch, so that popular
             items, which are negatives more often, are not pushed down for it.
+        pairs: in training score a user with all items of the batch.
     """
 
     def __init__(self, temperature: float, *, log_q: bool = False, pairs: bool = True) -> None:
@@ -298,21 +299,60 @@ class InBatchScores(nn.Module):
         self._temperature, self._pairs = temperature, pairs
         self.frequency = ItemFrequency() if log_q else None
 
-    def forward(self, user_BE: Tensor, item_BE: Tensor, ids_B: Tensor | None) -> Tensor:
-        """Scores [B, B] in training, row b of user b, or [B]."""
-        user_BE, item_BE = normalize(user_BE, dim=1), normalize(item_BE, dim=1)
-        if not (self._pairs and self.training):
-            return (user_BE * item_BE).sum(dim=1) / self._temperature
-        scores_BB = (user_BE @ item_BE.T).float() / self._temperature
-        if ids_B is not None:
+    def forward(
+        self,
+        user_BE: Tensor,
+        item_IE: Tensor,
+        ids_I: Tensor | None,
+        negatives: Negatives | None = None,
+    ) -> Tensor:
+        """Scores [B], of the own items; in training with others' or sampled ones, too.
+
+        With `pairs` [B, B + N + hard], own items on the diagonal; else, of N sampled items,
+        [B, 1 + N + hard], own items first. Sampled ones have the log of their expected counts
+        subtracted, so that the softmax's sum estimates that over all items.
+
+        Args:
+            user_BE: of examples.
+            item_IE: of the items of examples, then of sampled and hard ones.
+            ids_I: that identify them.
+            negatives: what is known of those that follow the examples'.
+        """
+        user_BE, item_IE = normalize(user_BE, dim=1), normalize(item_IE, dim=1)
+        size, pairs = len(user_BE), self._pairs
+        if not self.training or (negatives is None and not pairs):
+            return (user_BE * item_IE[:size]).sum(dim=1) / self._temperature
+        hard = 0 if negatives is None else negatives.hard_H.numel()
+        first, end = 0 if pairs else size, len(item_IE) - hard
+        scores_BI = (user_BE @ item_IE[first:end].T).float() / self._temperature
+        lowest = torch.finfo(scores_BI.dtype).min
+        none_BI = torch.zeros_like(scores_BI, dtype=torch.bool)
+        logs_I = scores_BI.new_zeros(end)
+        if ids_I is not None:
+            none_BI |= ids_I[:size].unsqueeze(1) == ids_I[first:end]
             if self.frequency is not None:
                 with torch.no_grad():
-                    chance_B = self.frequency.seen(ids_B)
-                scores_BB = scores_BB - chance_B
-            same_BB = ids_B.unsqueeze(1) == ids_B
-            same_BB = same_BB & ~torch.eye(len(ids_B), dtype=torch.bool, device=ids_B.device)
-            scores_BB = scores_BB.masked_fill(same_BB, torch.finfo(scores_BB.dtype).min)
-        return scores_BB
+                    logs_I[:size] = self.frequency.seen(ids_I[:size])
+        if negatives is not None:
+            logs_I[size:] = negatives.log_counts_N
+            known_BI = torch.zeros(size, end, dtype=torch.bool, device=none_BI.device)
+            known_BI[negatives.known[:, 0], negatives.known[:, 1]] = True
+            none_BI |= known_BI[:, first:]
+        scores_BI = scores_BI - logs_I[first:]
+        if pairs:
+            none_BI.fill_diagonal_(False)
+        scores_BI = scores_BI.masked_fill(none_BI, lowest)
+        if negatives is None:
+            return scores_BI
+        if not pairs:
+            own_B = (user_BE * item_IE[:size]).sum(dim=1).float() / self._temperature
+            scores_BI = torch.cat([own_B.unsqueeze(1), scores_BI], dim=1)
+        hard_H = negatives.hard_H
+        scores_H = (user_BE[hard_H] * item_IE[end:]).sum(dim=1).float() / self._temperature
+        number_H = torch.arange(hard, device=hard_H.device) - torch.searchsorted(hard_H, hard_H)
+        hard_BM = scores_BI.new_full((size, negatives.most_hard), lowest)
+        hard_BM = hard_BM.index_put((hard_H, number_H), scores_H)
+        return torch.cat([scores_BI, hard_BM], dim=1)
 
 
 class TwoTower(nn.Module):
@@ -322,7 +362,8 @@ class TwoTower(nn.Module):
         inputs: widths and names.
         user, item: pooled features of each; dense features are the user's.
         hidden: widths of each tower; width: of their outputs.
-        in_batch: in training score all pairs of a batch, not each user's own item alone.
+        in_batch: in training score all pairs of a batch, not each user's own item (and sampled
+            ones) alone.
         temperature, log_q: as `InBatchScores`.
         dropout, batch_norm: as `MLP`.
 
@@ -363,16 +404,21 @@ class TwoTower(nn.Module):
         embeddings_BFD: Tensor,
         first_order_BF: Tensor | None = None,
         ids_B: Tensor | None = None,
+        negatives: Negatives | None = None,
     ) -> Tensor:
-        """Logits [B]; in training, with in_batch, scores [B, B], an own item's on the diagonal.
+        """Logits [B]; in training, with in_batch or negatives, scores as of `InBatchScores`.
+
+        Embeddings of negatives follow those of the B examples, as their ids do.
 
         Raises:
             ShapeError: a shape differs.
         """
-        self._inputs.check(dense_B, embeddings_BFD, first_order_BF)
-        user_BE = self.user(self._inputs.flatten(dense_B, embeddings_BFD[:, self._user]))
-        item_BE = self.item(embeddings_BFD[:, self._item].flatten(1))
-        scores: Tensor = self.scores(user_BE, item_BE, ids_B)
+        size = len(embeddings_BFD) - (0 if negatives is None else negatives.size)
+        self._inputs.check(dense_B, embeddings_BFD[:size], first_order_BF)
+        user_BFD = embeddings_BFD[:size, self._user]
+        user_BE = self.user(self._inputs.flatten(dense_B, user_BFD))
+        item_IE = self.item(embeddings_BFD[:, self._item].flatten(1))
+        scores: Tensor = self.scores(user_BE, item_IE, ids_B, negatives)
         return scores
 
 
@@ -496,7 +542,9 @@ class HstuSettings(Deep):
 class TwoTowerSettings(Deep):
     """Towers of `user` and `item` features; "softmax" over the items of a batch, or "log_loss".
 
-    `item_id` is the feature whose ids identify items; None: the first of `item`.
+    "sampled" is a softmax over the own item and those of `data.sampler`; "softmax" adds these, if
+    there are any, to the items of the batch. `item_id` is the feature whose ids
+    identify items; None: the first of `item`.
     """
 
     kind: ClassVar[str] = "two_tower"
@@ -506,7 +554,7 @@ class TwoTowerSettings(Deep):
     item_id: str | None = None
     hidden: tuple[int, ...] = (128,)
     width: int = 32
-    loss: Literal["softmax", "log_loss"] = "softmax"
+    loss: Literal["softmax", "sampled", "log_loss"] = "softmax"
     temperature: float = 0.05
     log_q: bool = False
 
@@ -525,11 +573,27 @@ class TwoTowerSettings(Deep):
         )
 
     def objective(self, tasks: tuple[Task, ...]) -> Objective:
-        """A softmax over the items of a batch, or a loss each."""
-        return InBatchSoftmax() if self.loss == "softmax" else Pointwise(tasks)
+        """A softmax over items, or a loss each."""
+        if self.loss == "log_loss":
+            return Pointwise(tasks)
+        return InBatchSoftmax(own_first=self.loss == "sampled")
+
+    def check_negatives(self, features: Sequence[str] | None) -> None:
+        """Needed by "sampled", not taken by "log_loss"; with all features of an item."""
+        if self.loss == "log_loss":
+            super(TwoTowerSettings, self).check_negatives(features)
+        if self.loss == "sampled" and (features is None or self.log_q):
+            got = "no data.sampler" if features is None else "log_q: true"
+            allowed = "items to sample, and log_q: false: it is of the items of a batch"
+            remedy = "Set data.sampler, or model.loss: softmax."
+            raise ConfigError("model.loss: sampled", got, allowed, remedy)
+        if features is not None and (features[0] != self.id_feature or {*self.item} - {*features}):
+            got = f"id {features[0]!r}, attributes {list(features[1:])}"
+            allowed = f"id {self.id_feature!r}, and among the attributes all of {list(self.item)}"
+            raise ConfigError("data.sampler", got, allowed, "Name them.")
 
     @property
     def id_feature(self) -> str | None:
         """The feature whose ids identify items, for a softmax over them."""
         known = self.item_id or (self.item[0] if self.item else None)
-        return known if self.loss == "softmax" else None
+        return None if self.loss == "log_loss" else known

@@ -62,7 +62,9 @@ class Scorer(nn.Module):
         rows = self.tables(batch.ids, event_time_s=batch.event_time_s)
         id_feature = self._id_feature if self.training else None
         rows |= inputs_of_ids(batch.ids, self._sequences, id_feature)
-        outputs = outputs_of(self.module, batch.dense, rows, self._dtype, self._device_type)
+        outputs = outputs_of(
+            self.module, batch.dense, rows, self._dtype, self._device_type, batch.negatives
+        )
         # FSDP2 hangs a hook on what comes out, which a change of a view in place would drop.
         return outputs.clone() if self._split else outputs
 

@@ -1,0 +1,309 @@
+"""A sampler in a process of its own on each node, which ranks and their workers share.
+
+A draw is a function of seed, key and batch alone, so servers keep nothing: one that died is started
+again at its address, and who waits for it asks again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import pickle
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal.comm.collectives import Collectives
+from shoal.comm.consensus import together
+from shoal.comm.transport import Client, Frames, Secret, Server
+from shoal.data.samplers import Key, Sampled, Sampling
+from shoal.errors import ConfigError, DataError, ServerLost, ShoalError
+from shoal.models.tasks import Negatives
+from shoal.ragged import KeyedRagged
+
+_Ints = np.ndarray[Any, np.dtype[np.int64]]
+Opener = Callable[[], Sampling]
+"""Makes a sampler; picklable, `partial(Sampler.open, settings, recipe)` for one."""
+
+_log = logging.getLogger(__name__)
+
+_CALL_S = 10.0  # for an answer, before the server is asked again
+_MOST_BYTES = 1 << 28
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """The servers of a job.
+
+    Args:
+        servers: "HOST:PORT" by node, IPv6 in brackets.
+        own: which of them is this node's.
+        client_count: who may ask, over all ranks.
+        token: that all of them share.
+    """
+
+    servers: tuple[str, ...]
+    own: int
+    client_count: int
+    token: str
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """As other systems write it: servers joined by commas, and the count."""
+        return {"server": ",".join(self.servers), "client_count": self.client_count}
+
+
+class SamplerClient:
+    """Samples of servers; may be pickled, for the workers of a DataLoader.
+
+    It asks the server of its node, and the others when that does not answer.
+
+    Args:
+        cluster: the servers.
+        id, user: the features that identify items and users; user may be None.
+        patience_s: how long servers may be away.
+    """
+
+    def __init__(
+        self, cluster: Cluster, id: str, user: str | None, *, patience_s: float = 120.0
+    ) -> None:
+        self.cluster, self.id, self.user, self.patience_s = cluster, id, user, patience_s
+        self._client: Client | None = None
+        self._process = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_client": None}
+
+    def sample(self, items_B: _Ints, users_B: _Ints | None, key: Key) -> Sampled:
+        """As `Sampler.sample`.
+
+        Raises:
+            InputError: all items are in the batch.
+            ServerLost: no server answered in time.
+        """
+        head = json.dumps({"key": key, "users": users_B is not None}).encode()
+        frames = [np.ascontiguousarray(one) for one in (items_B, users_B) if one is not None]
+        count = len(self.cluster.servers)
+        lost: ServerLost | None = None
+        for number in range(max(count, round(self.patience_s / _CALL_S))):
+            server = (self.cluster.own + number) % count
+            try:
+                reply = self._connected().call(server, head, frames, timeout_s=_CALL_S)
+                return _sampled(*reply.result())
+            except ServerLost as error:
+                lost = error
+        assert lost is not None
+        raise lost
+
+    def close(self) -> None:
+        """Disconnect; it connects again when it is asked."""
+        if self._client is not None and self._process == os.getpid():
+            self._client.close()
+        self._client = None
+
+    def _connected(self) -> Client:
+        # A forked worker has a copy of its parent's connections, which it may not use.
+        if self._client is None or self._process != os.getpid():
+            addresses = [f"tcp://{address}" for address in self.cluster.servers]
+            secret = Secret(self.cluster.token)
+            self._client = Client(addresses, secret=secret, most_bytes=_MOST_BYTES)
+            self._process = os.getpid()
+        return self._client
+
+
+class SamplerServer:
+    """A process that answers `SamplerClient`; it is started again if it dies, and ends with ours.
+
+    Args:
+        opener: makes the sampler, in that process.
+        host: where to listen: an address of this machine; IPv6 without brackets.
+        token: that clients know.
+        restarts: how often it is started again.
+
+    Attributes:
+        address: "HOST:PORT".
+
+    Raises:
+        DataError: the sampler cannot be opened, or the address not be used.
+    """
+
+    def __init__(
+        self, opener: Opener, token: str, *, host: str = "127.0.0.1", restarts: int = 10
+    ) -> None:
+        self._material = [opener, token]
+        self._restarts = restarts
+        self._ending = threading.Event()
+        host = f"[{host}]" if ":" in host else host
+        self._process, self.address = self._started(f"{host}:0")
+        self._keeper = threading.Thread(target=self._keep, name="shoal-sampler", daemon=True)
+        self._keeper.start()
+
+    @property
+    def pid(self) -> int:
+        """Of the process that answers now."""
+        return int(self._process.pid)
+
+    def close(self) -> None:
+        """End the process. May be called twice."""
+        self._ending.set()
+        self._process.stdin.close()
+        self._keeper.join()
+
+    def _started(self, address: str) -> tuple[Any, str]:
+        process: Any = subprocess.Popen(
+            [sys.executable, "-m", "shoal.data.sampler_service"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        )
+        with contextlib.suppress(BrokenPipeError):
+            pickle.dump([*self._material, address], process.stdin)
+            process.stdin.flush()
+        line = process.stdout.readline()
+        found = json.loads(line) if line else {"error": "it ended at once"}
+        if "error" in found:
+            process.stdin.close()
+            process.wait()
+            remedy = "Correct what is named."
+            raise DataError("server of a sampler", found["error"], "one that starts", remedy)
+        return process, found["address"]
+
+    def _keep(self) -> None:
+        for _ in range(self._restarts):
+            self._process.wait()
+            if self._ending.is_set():
+                return
+            _log.warning("the sampler's server ended (%s); again", self._process.returncode)
+            try:
+                self._process, _ = self._started(self.address)
+            except ShoalError as error:
+                _log.warning("%s", error)
+            if self._ending.is_set():  # closed meanwhile
+                self._process.stdin.close()
+        self._process.wait()
+
+
+def start_service(
+    opener: Opener,
+    collectives: Collectives,
+    *,
+    id: str,
+    user: str | None = None,
+    local_rank: int,
+    clients: int = 1,
+    host: str = "127.0.0.1",
+    patience_s: float = 120.0,
+) -> tuple[SamplerClient, SamplerServer | None]:
+    """A server on each node, at its local rank 0, and this rank's client; a collective call.
+
+    Args:
+        opener: makes the sampler, at the server.
+        collectives: of all ranks.
+        id, user, patience_s: of the client.
+        local_rank: number of this rank on its node.
+        clients: of this rank, its workers among them.
+        host: this node's address; with one that other nodes reach, their ranks ask this node's
+            server when their own is away.
+
+    Raises:
+        DataError: a server cannot start; on every rank.
+    """
+    token = collectives.gather_objects(secrets.token_hex(32), what="token of samplers")[0]
+    server: SamplerServer | None = None
+
+    def start() -> tuple[str, str | None, int]:
+        nonlocal server
+        server = SamplerServer(opener, token, host=host) if local_rank == 0 else None
+        return socket.gethostname(), server.address if server else None, clients
+
+    try:
+        found = together(collectives, "servers of samplers", start, failed=DataError)
+    except BaseException:
+        if server is not None:
+            server.close()
+        raise
+    nodes = [(name, address) for name, address, _ in found if address is not None]
+    near = _local_only(host)
+    here = socket.gethostname()
+    mine = [k for k, (name, _) in enumerate(nodes) if name == here]
+    if not mine:
+        got, remedy = f"none on {here}", "Start local rank 0 on each node."
+        raise ConfigError("servers of samplers", got, "one on each node", remedy)
+    if near:
+        nodes = [nodes[mine[0]]]
+    cluster = Cluster(
+        servers=tuple(address for _, address in nodes),
+        own=0 if near else mine[0],
+        client_count=sum(count for _, _, count in found),
+        token=token,
+    )
+    return SamplerClient(cluster, id, user, patience_s=patience_s), server
+
+
+def _local_only(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _packed(sampled: Sampled) -> tuple[bytes, Sequence[Any]]:
+    ids, negatives = sampled
+    tensors = {
+        "values_N": ids.values_N,
+        "offsets_FB1": ids.offsets_FB1,
+        "log_counts_N": negatives.log_counts_N,
+        "hard_H": negatives.hard_H,
+        "known": negatives.known,
+    }
+    if ids.weights_N is not None:
+        tensors["weights_N"] = ids.weights_N
+    head = {"keys": ids.keys, "most_hard": negatives.most_hard, "names": list(tensors)}
+    return json.dumps(head).encode(), [one.contiguous().numpy() for one in tensors.values()]
+
+
+def _sampled(head: bytes, frames: Frames) -> Sampled:
+    told = json.loads(head)
+    made = {}
+    for name, frame in zip(told["names"], frames, strict=True):
+        kind = np.float32 if name in ("log_counts_N", "weights_N") else np.int64
+        made[name] = torch.from_numpy(np.frombuffer(bytearray(frame), kind))
+    ids = KeyedRagged(
+        tuple(told["keys"]), made["values_N"], made["offsets_FB1"], made.get("weights_N")
+    )
+    hard = {"hard_H": made["hard_H"], "known": made["known"].view(-1, 2)}
+    negatives = Negatives(made["log_counts_N"], **hard, most_hard=told["most_hard"])
+    return Sampled(ids, negatives)
+
+
+def _serve() -> None:
+    """Answer until standard input ends, which it does when who started this ends."""
+    opener, token, address = pickle.load(sys.stdin.buffer)
+    try:
+        sampler = opener()
+
+        def handler(head: bytes, frames: Frames) -> tuple[bytes, Sequence[Any]]:
+            asked = json.loads(head)
+            items_B, users_B = (
+                np.frombuffer(frames[k], np.int64) if k < len(frames) else None for k in (0, 1)
+            )
+            return _packed(sampler.sample(items_B, users_B, tuple(asked["key"])))
+
+        server = Server(f"tcp://{address}", handler, secret=Secret(token), most_bytes=_MOST_BYTES)
+    except ShoalError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        return
+    print(json.dumps({"address": server.address.removeprefix("tcp://")}), flush=True)
+    sys.stdin.buffer.read()
+    server.stop()
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,448 @@
+"""Items that positives are compared with: negatives by weight, hard ones, those of a tree's layers.
+
+A draw is a pure function of the seed, a key (a loader's: pass, place, rank) and the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.data import columns
+from shoal.data.batch import Batch, TensorSource
+from shoal.data.columns import Rows
+from shoal.data.features import Recipe, model_inputs
+from shoal.errors import ConfigError, DataError, InputError
+from shoal.models.tasks import Negatives
+from shoal.ragged import KeyedRagged
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_Ints = np.ndarray[Any, np.dtype[np.int64]]
+_Floats = np.ndarray[Any, np.dtype[np.float64]]
+Key = tuple[int, ...]
+
+_ROUNDS = 4  # of draws that leave out what is in the batch, before its weight is taken out
+_SECTION = "data.sampler"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerSettings:
+    """Where items are and how many come; files are Parquet, or CSV if they end in .csv.
+
+    Args:
+        kind: "negative" draws items that are not in the batch; "no_edge" draws of all items, and
+            those that a user has an edge to are no negatives of that user.
+        items: file with a row for each item: its id, weight and attributes.
+        id: the feature whose ids identify items.
+        weight: column that items are drawn in proportion to; None: all alike.
+        attributes: other features of an item, made of columns as those of examples are.
+        count: items drawn for a batch of a rank; all its examples share them.
+        user: the feature whose ids identify users; for edges.
+        edges: file with columns of `user` and `id`: what is no negative of whom.
+        hard_edges: file with such columns: hard negatives.
+        hard_count: hard negatives of an example, at most.
+
+    Raises:
+        ConfigError: a number out of range, or edges without `user` or without a use.
+    """
+
+    kind: Literal["negative", "no_edge"] = "negative"
+    items: str
+    id: str
+    weight: str | None = None
+    attributes: tuple[str, ...] = ()
+    count: int
+    user: str | None = None
+    edges: str | None = None
+    hard_edges: str | None = None
+    hard_count: int = 0
+
+    def __post_init__(self) -> None:
+        remedy = "Change the setting."
+        for name, value, least in (("count", self.count, 1), ("hard_count", self.hard_count, 0)):
+            if not least <= value <= 1 << 24:
+                raise ConfigError(f"{name} of {_SECTION}", value, f"{least}..{1 << 24}", remedy)
+        for name, given, wanted in (
+            ("edges", self.edges, self.kind == "no_edge"),
+            ("hard_edges", self.hard_edges, self.hard_count > 0),
+            ("user", self.user, self.edges is not None or self.hard_edges is not None),
+        ):
+            if (given is not None) != wanted:
+                allowed = "edges with kind no_edge, hard_edges with hard_count, user with either"
+                raise ConfigError(f"{name} of {_SECTION}", repr(given), allowed, remedy)
+
+
+class Sampled(NamedTuple):
+    """Features of drawn items, and what a model needs to know of them."""
+
+    ids: KeyedRagged
+    negatives: Negatives
+
+
+class Sampling(Protocol):
+    """Draws items, here or at a server.
+
+    Attributes:
+        id, user: features that identify items and users; user may be None.
+    """
+
+    id: str
+    user: str | None
+
+    def sample(self, items_B: _Ints, users_B: _Ints | None, key: Key) -> Sampled:
+        """Items for the examples of a batch."""
+        ...
+
+
+def extended(batch: Batch, sampler: Sampling, key: Key) -> Batch:
+    """A batch with drawn items after its examples; features that items do not have are empty.
+
+    Raises:
+        InputError: not one item, or user, an example; or all items are in the batch.
+    """
+    users_B = None if sampler.user is None else one_each(batch.ids, sampler.user)
+    sampled = sampler.sample(one_each(batch.ids, sampler.id), users_B, key)
+    keys, more = batch.ids.keys, sampled.ids
+    more = more.select([name for name in keys if name in more.keys])
+    lengths_FI = torch.zeros((len(keys), more.batch_size), dtype=torch.int64, device="cpu")
+    lengths_FI[[keys.index(name) for name in more.keys]] = more.lengths
+    ids, weights_N = batch.ids, more.weights_N
+    if (ids.weights_N is None) != (weights_N is None):
+        if weights_N is None:
+            weights_N = torch.ones(more.values_N.numel(), device="cpu")
+        else:
+            ids = replace(ids, weights_N=torch.ones(ids.values_N.numel(), device="cpu"))
+    whole = KeyedRagged.from_lengths(keys, more.values_N, lengths_FI, weights_N)
+    return replace(batch, ids=KeyedRagged.cat([ids, whole]), negatives=sampled.negatives)
+
+
+class Sampler:
+    """Items drawn for batches; `SamplerSettings` says how.
+
+    Args:
+        items: one example for each item, with the features that items have.
+        weights: float64 [items], above 0 and finite; None: all 1.
+        settings: counts, and features that identify items and users.
+        edges, hard_edges: int64 ([E], [E]): ids of users and of items.
+        seed: of all draws.
+        where: names the items in messages.
+
+    Raises:
+        DataError: an id twice, a weight that is not so, an edge to an unknown item, no items.
+        InputError: an item without one id.
+    """
+
+    def __init__(
+        self,
+        items: TensorSource,
+        settings: SamplerSettings,
+        *,
+        weights: _Floats | None = None,
+        edges: tuple[_Ints, _Ints] | None = None,
+        hard_edges: tuple[_Ints, _Ints] | None = None,
+        seed: int = 0,
+        where: str = "items",
+    ) -> None:
+        self.id, self.user = settings.id, settings.user
+        self._items, self._settings, self._seed = items, settings, seed
+        if not len(items):
+            raise DataError(where, "no items", "one or more", "Check what wrote the file.")
+        every = items.take(torch.arange(len(items), device="cpu")).ids
+        self._places = IdPlaces(one_each(every, settings.id), where)
+        own = np.ones(len(items)) if weights is None else weights.astype(np.float64)
+        bad = np.flatnonzero(~((own > 0) & np.isfinite(own)))
+        if bad.size:
+            what, allowed = f"weight in row {bad[0]} of {where}", "above 0, and finite"
+            raise DataError(what, own[bad[0]], allowed, "Leave the item out, or correct it.")
+        self._weights = own
+        self._sums = np.cumsum(own)
+        self._edges = None if edges is None else self._known(edges, "edges", where)
+        self._hard = None if hard_edges is None else self._known(hard_edges, "hard_edges", where)
+
+    @classmethod
+    def open(cls, settings: SamplerSettings, recipe: Recipe, *, seed: int = 0) -> Sampler:
+        """Read the files; ids and attributes are made as `recipe` makes them of examples.
+
+        Raises:
+            DataError: a file that is missing, damaged, empty, lacks a column, or as above.
+            ConfigError: a feature that the recipe does not have, or that is dense.
+        """
+        names = (settings.id, *settings.attributes)
+        items, column, rows = read_items(settings.items, recipe, names, settings.weight)
+        weights = None
+        if settings.weight is not None:
+            weights = columns.numbers(column, settings.weight, rows).numpy().astype(np.float64)
+        edges, hard_edges = (
+            None if file is None else _read_edges(file, recipe, settings)
+            for file in (settings.edges, settings.hard_edges)
+        )
+        return cls(
+            items,
+            settings,
+            weights=weights,
+            edges=edges,
+            hard_edges=hard_edges,
+            seed=seed,
+            where=settings.items,
+        )
+
+    def sample(self, items_B: _Ints, users_B: _Ints | None, key: Key) -> Sampled:
+        """Items for the examples of a batch, whose own items and users are given by id.
+
+        Hard negatives follow those that all share, by example.
+
+        Raises:
+            InputError: all items are in the batch.
+        """
+        rng = np.random.Generator(np.random.PCG64([self._seed, *key]))
+        own_B = self._places.of(items_B)
+        drawn_N, log_counts_N = self._drawn(own_B, rng)
+        hard_H, rows_H = np.empty(0, np.int64), np.empty(0, np.int64)
+        if self._hard is not None and users_B is not None:
+            rows_H, hard_H = self._hard_of(users_B, own_B, rng)
+        known_K2 = np.empty((0, 2), np.int64)
+        if self._edges is not None and users_B is not None:
+            known_K2 = self._known_of(users_B, np.concatenate([own_B, drawn_N]))
+        picked = torch.from_numpy(np.concatenate([drawn_N, hard_H]))
+        return Sampled(
+            self._items.take(picked).ids,
+            Negatives(
+                log_counts_N=torch.from_numpy(log_counts_N.astype(np.float32)),
+                hard_H=torch.from_numpy(rows_H),
+                known=torch.from_numpy(known_K2),
+                most_hard=self._settings.hard_count,
+            ),
+        )
+
+    def _drawn(self, own_B: _Ints, rng: np.random.Generator) -> tuple[_Ints, _Floats]:
+        """Places of items [N], and log of how often each is expected among them."""
+        count = self._settings.count if own_B.size else 0
+        left_out = np.unique(own_B[own_B >= 0])
+        if self._settings.kind == "no_edge":
+            left_out = left_out[:0]
+        if left_out.size == self._weights.size:
+            allowed = "at least one that is not"
+            remedy = "Use smaller batches, or more items."
+            got = f"all {left_out.size} are in the batch"
+            raise InputError("items to draw negatives of", got, allowed, remedy)
+        left = self._sums[-1] - self._weights[left_out].sum()
+        found, rounds = np.empty(0, np.int64), 0
+        while found.size < count and rounds < _ROUNDS:
+            more = _by_weight(self._sums, count - found.size, rng)
+            found = np.concatenate([found, more[~_among(more, left_out)]])
+            rounds += 1
+        if found.size < count or left < 1e-6 * self._sums[-1]:  # differences lose digits
+            weights = self._weights.copy()
+            weights[left_out] = 0.0
+            sums = np.cumsum(weights)
+            more = _by_weight(sums, count - found.size, rng)
+            found, left = np.concatenate([found, more]), sums[-1]
+        return found, math.log(max(count, 1)) + np.log(self._weights[found] / left)
+
+    def _hard_of(
+        self, users_B: _Ints, own_B: _Ints, rng: np.random.Generator
+    ) -> tuple[_Ints, _Ints]:
+        """(Examples, places of items) of hard negatives, by example; some at random of too many."""
+        assert self._hard is not None
+        rows_M, items_M = self._hard.of(users_B)
+        others = items_M != own_B[rows_M]
+        rows_M, items_M = rows_M[others], items_M[others]
+        order = np.lexsort((rng.random(rows_M.size), rows_M))
+        rows_M, items_M = rows_M[order], items_M[order]
+        number_M = np.arange(rows_M.size) - np.searchsorted(rows_M, rows_M)
+        kept = number_M < self._settings.hard_count
+        return rows_M[kept], items_M[kept]
+
+    def _known_of(self, users_B: _Ints, items_I: _Ints) -> _Ints:
+        """int64 [K, 2]: (example, place among `items_I`) of edges, without examples' own items."""
+        assert self._edges is not None
+        rows_M, edges_M = self._edges.of(users_B)
+        order = np.argsort(items_I, kind="stable")
+        there = items_I[order]
+        first_M = np.searchsorted(there, edges_M)
+        repeats_M = np.searchsorted(there, edges_M, side="right") - first_M
+        at_K = order[ranges(first_M, repeats_M)]
+        pairs_K2 = np.stack([np.repeat(rows_M, repeats_M), at_K], axis=1)
+        return cast(_Ints, pairs_K2[pairs_K2[:, 0] != at_K])
+
+    def _known(self, edges: tuple[_Ints, _Ints], name: str, where: str) -> _Edges:
+        users_E, ids_E = edges
+        items_E = self._places.of(ids_E)
+        unknown = np.flatnonzero(items_E < 0)
+        if unknown.size:
+            got, allowed = f"no item {ids_E[unknown[0]]}", f"ids of {where}"
+            remedy = "Add the item, or leave the edge out."
+            raise DataError(f"item in row {unknown[0]} of {name}", got, allowed, remedy)
+        return _Edges(users_E, items_E)
+
+
+class IdPlaces:
+    """Where ids are in a table; -1: nowhere."""
+
+    def __init__(self, ids_N: _Ints, where: str) -> None:
+        self._order = np.argsort(ids_N, kind="stable")
+        self._sorted = ids_N[self._order]
+        twice = np.flatnonzero(self._sorted[1:] == self._sorted[:-1])
+        if twice.size:
+            one, other = self._order[twice[0]], self._order[twice[0] + 1]
+            got, remedy = f"in rows {one} and {other}", "Leave one of them out."
+            what = f"id {self._sorted[twice[0]]} of {where}"
+            raise DataError(what, got, "each id once", remedy)
+
+    def of(self, ids_M: _Ints) -> _Ints:
+        at_M = np.searchsorted(self._sorted, ids_M).clip(max=self._sorted.size - 1)
+        return np.where(self._sorted[at_M] == ids_M, self._order[at_M], -1)
+
+
+class _Edges:
+    """Items of users, by user; each pair once."""
+
+    def __init__(self, users_E: _Ints, items_E: _Ints) -> None:
+        order = np.lexsort((items_E, users_E))
+        users_E, items_E = users_E[order], items_E[order]
+        once = np.ones(users_E.size, dtype=np.bool_)
+        once[1:] = (np.diff(users_E) != 0) | (np.diff(items_E) != 0)
+        self._items = items_E[once]
+        self._users, starts = np.unique(users_E[once], return_index=True)
+        self._starts = np.append(starts, self._items.size)
+
+    def of(self, users_B: _Ints) -> tuple[_Ints, _Ints]:
+        """(Example, item) of each edge of some users, by example."""
+        at_B = np.searchsorted(self._users, users_B)
+        counts_B = np.diff(self._starts, append=self._starts[-1:])[at_B]
+        counts_B = np.where(_among(users_B, self._users), counts_B, 0)
+        edges_M = ranges(self._starts[at_B], counts_B)
+        return np.repeat(np.arange(users_B.size), counts_B), self._items[edges_M]
+
+
+def ranges(starts_B: _Ints, counts_B: _Ints) -> _Ints:
+    """The numbers from each start on, as many as counted."""
+    before_B = np.cumsum(counts_B) - counts_B
+    return cast(_Ints, np.arange(counts_B.sum()) + np.repeat(starts_B - before_B, counts_B))
+
+
+def _among(values_M: _Ints, sorted_N: _Ints) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    at_M = np.searchsorted(sorted_N, values_M)
+    inside = at_M < sorted_N.size
+    inside[inside] = sorted_N[at_M[inside]] == values_M[inside]
+    return inside
+
+
+def _by_weight(sums_N: _Floats, count: int, rng: np.random.Generator) -> _Ints:
+    """Places, each with a chance in proportion to its weight, of running sums of the weights."""
+    # The largest product may round up to the sum of all: the last place with a weight.
+    last = int(np.searchsorted(sums_N, sums_N[-1]))
+    at = np.searchsorted(sums_N, rng.random(count) * sums_N[-1], side="right")
+    return cast(_Ints, np.minimum(at, last).astype(np.int64))
+
+
+def one_each(ids: KeyedRagged, name: str) -> _Ints:
+    own = ids[name]
+    if not bool((own.lengths == 1).all()):
+        at = int((own.lengths != 1).nonzero()[0])
+        got = f"{int(own.lengths[at])} in row {at}"
+        remedy = "Name a feature with one id."
+        raise InputError(f"ids of {name!r} for {_SECTION}", got, "one each", remedy)
+    return cast(_Ints, own.values.numpy())
+
+
+def _of_features(recipe: Recipe, names: tuple[str, ...]) -> Recipe:
+    """The part of a recipe that makes some of its features.
+
+    Raises:
+        ConfigError: a name that is none of its features.
+    """
+    for name in names:
+        if name not in recipe.features:
+            allowed = f"features with ids: {list(recipe.features)}"
+            raise ConfigError(f"feature of {_SECTION}", repr(name), allowed, "Name one of them.")
+    needed, inputs = set(names), {spec.name: spec.inputs for spec in recipe.computed.features}
+    for _ in inputs:
+        needed |= {
+            one.removeprefix("feature:")
+            for name in needed & inputs.keys()
+            for one in inputs[name]
+            if one.startswith("feature:")
+        }
+    computed = [
+        spec if spec.name in names else replace(spec, stub=True)
+        for spec in recipe.computed.features
+        if spec.name in needed
+    ]
+    return replace(
+        recipe,
+        ids=tuple(one for one in recipe.ids if one.name in names),
+        computed=replace(recipe.computed, features=tuple(computed)),
+        dense=(),
+        time=None,
+        weight=None,
+        group=None,
+    )
+
+
+def _read(path: str, recipe: Recipe, more: str | None = None) -> tuple[pa.Table, Rows]:
+    """The columns of a recipe's features, and one more, of a file.
+
+    Raises:
+        DataError: it is missing, damaged or empty, or lacks one.
+    """
+    import pyarrow as pa
+    import pyarrow.csv as csv
+    import pyarrow.parquet as pq
+
+    names = [*recipe.input_columns, *([more] if more else [])]
+    spelled = Path(path).suffix == ".csv"
+    try:
+        if spelled:
+            text = csv.ConvertOptions(column_types=dict.fromkeys(names, pa.large_string()))
+            table = csv.read_csv(path, convert_options=text)
+        else:
+            file = pq.ParquetFile(path)
+            there = set(file.schema_arrow.names)
+            table = file.read([name for name in dict.fromkeys(names) if name in there])
+    except (OSError, pa.ArrowException) as error:
+        got = str(error).strip() or type(error).__name__
+        what, allowed = f"file {path} of {_SECTION}", "a file that exists and is whole"
+        raise DataError(what, got, allowed, "Check the path.") from error
+    columns.check_present(names, table.schema.names, path)
+    return table, Rows(path, 0, spelled)
+
+
+def read_items(
+    path: str, recipe: Recipe, names: tuple[str, ...], more: str | None
+) -> tuple[TensorSource, Any, Rows]:
+    """Features of the rows of a file, as a recipe makes them; another column, and who they are.
+
+    Raises:
+        DataError: the file is missing, damaged or empty, or lacks a column.
+        ConfigError: a feature that the recipe does not have, or that is dense.
+    """
+    own = _of_features(recipe, names)
+    table, rows = _read(path, own, more)
+    ids = model_inputs(table, own, path, spelled=rows.spelled).ids
+    parts: dict[str, Any] = {name: ids[name] for name in ids.keys}
+    weights: dict[str, Tensor] = {}
+    for name, part in parts.items():
+        weights_N = ids.weights_of(name)
+        if weights_N is not None:
+            weights[name] = weights_N
+        elif bool((part.lengths == 1).all()):
+            parts[name] = part.values
+    found = TensorSource(parts, torch.zeros(ids.batch_size, device="cpu"), id_weights=weights)
+    return found, None if more is None else columns.decoded(table.column(more)), rows
+
+
+def _read_edges(path: str, recipe: Recipe, settings: SamplerSettings) -> tuple[_Ints, _Ints]:
+    assert settings.user is not None, "checked by the settings"
+    own = _of_features(recipe, (settings.user, settings.id))
+    table, rows = _read(path, own)
+    ids = model_inputs(table, own, path, spelled=rows.spelled).ids
+    return one_each(ids, settings.user), one_each(ids, settings.id)

@@ -1,0 +1,170 @@
+"""Servers of a sampler: draws as here, over ranks, IPv4 and IPv6, one that dies, bad material."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import signal
+import socket
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from shoal import comm
+from shoal.data import IdFeature, Recipe, Sampler, SamplerSettings
+from shoal.data.sampler_service import Cluster, SamplerClient, SamplerServer, start_service
+from shoal.data.samplers import Sampled
+from shoal.errors import DataError, InputError, ServerLost
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.slow
+
+RECIPE = Recipe(
+    ids=(IdFeature(name="user"), IdFeature(name="item"), IdFeature(name="kind", is_list=True)),
+    label="label",
+)
+OWN, USERS = np.array([3, 4, 5]), np.array([1, 2, 3])
+TOKEN = secrets.token_hex(16)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> SamplerSettings:
+    folder = tmp_path_factory.mktemp("items")
+    kinds = [[item] * (item % 3) for item in range(50)]
+    items = {"item": list(range(50)), "kind": kinds, "n": [1.0 + item for item in range(50)]}
+    pq.write_table(pa.table(items), folder / "items.parquet")
+    pq.write_table(pa.table({"user": [1, 1, 2], "item": [7, 8, 9]}), folder / "hard.parquet")
+    return SamplerSettings(
+        items=str(folder / "items.parquet"),
+        id="item",
+        weight="n",
+        attributes=("kind",),
+        count=20,
+        user="user",
+        hard_edges=str(folder / "hard.parquet"),
+        hard_count=1,
+    )
+
+
+def same(one: Sampled, other: Sampled) -> bool:
+    pairs = [
+        (one.ids.values_N, other.ids.values_N),
+        (one.ids.offsets_FB1, other.ids.offsets_FB1),
+        (one.negatives.log_counts_N, other.negatives.log_counts_N),
+        (one.negatives.hard_H, other.negatives.hard_H),
+        (one.negatives.known, other.negatives.known),
+    ]
+    alike = all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs)
+    return alike and one.ids.keys == other.ids.keys
+
+
+def client_of(server: SamplerServer, **more: Any) -> SamplerClient:
+    cluster = Cluster(servers=(server.address,), own=0, client_count=1, token=TOKEN)
+    return SamplerClient(cluster, "item", "user", **more)
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_server_draws_as_a_sampler_here_and_again_after_it_died(
+    settings: SamplerSettings, host: str
+) -> None:
+    if host == "::1" and not has_ipv6():
+        pytest.skip("no IPv6 here")
+    here = Sampler.open(settings, RECIPE, seed=5)
+    server = SamplerServer(partial(Sampler.open, settings, RECIPE, seed=5), TOKEN, host=host)
+    assert server.address.startswith("[::1]:" if host == "::1" else "127.0.0.1:")
+    client = client_of(server)
+    try:
+        for key in ((0, 0, 0), (0, 64, 1)):
+            assert same(client.sample(OWN, USERS, key), here.sample(OWN, USERS, key))
+        with pytest.raises(InputError, match="all 50 are in the batch"):
+            client.sample(np.arange(50), np.arange(50), (0, 0, 0))
+        other = pickle.loads(pickle.dumps(client))  # as a worker of a DataLoader gets it
+        assert same(other.sample(OWN, USERS, (1, 0, 0)), here.sample(OWN, USERS, (1, 0, 0)))
+        other.close()
+
+        first = server.pid
+        os.kill(first, signal.SIGKILL)
+        assert same(client.sample(OWN, USERS, (2, 0, 0)), here.sample(OWN, USERS, (2, 0, 0)))
+        assert server.pid != first
+    finally:
+        client.close()
+        server.close()
+    lost = client_of(server, patience_s=1.0)
+    with pytest.raises(ServerLost):
+        lost.sample(OWN, USERS, (0, 0, 0))
+    lost.close()
+
+
+def test_what_a_server_cannot_open_is_reported(settings: SamplerSettings, tmp_path: Path) -> None:
+    missing = SamplerSettings(items=str(tmp_path / "none.parquet"), id="item", count=1)
+    with pytest.raises(DataError, match=r"server of a sampler: .*none\.parquet"):
+        SamplerServer(partial(Sampler.open, missing, RECIPE), TOKEN)
+
+
+def served(settings: SamplerSettings) -> tuple[dict[str, Any], list[int], int | None, bool]:
+    mesh = comm.init(device="cpu", timeout_s=60)
+    opener = partial(Sampler.open, settings, RECIPE, seed=5)
+    client, server = start_service(
+        opener, mesh.control, id="item", user="user", local_rank=mesh.rank, clients=3
+    )
+    first = client.sample(OWN, USERS, (0, 0, mesh.rank))
+    mesh.control.barrier(what="first draws")
+    if server is not None:
+        os.kill(server.pid, signal.SIGKILL)
+    time.sleep(0.5)
+    again = client.sample(OWN, USERS, (0, 0, mesh.rank))
+    mesh.control.barrier(what="second draws")
+    client.close()
+    if server is not None:
+        server.close()
+    ids = first.ids["item"].values.tolist()
+    return client.cluster.spec, ids, None if server is None else server.pid, same(first, again)
+
+
+def test_ranks_of_a_node_share_a_server(settings: SamplerSettings) -> None:
+    (spec, ids, pid, alike), (other_spec, other_ids, none, other_alike) = run_ranks(
+        2, served, settings, timeout_s=240
+    )
+    assert spec == other_spec
+    assert spec["client_count"] == 6
+    assert len(spec["server"].split(",")) == 1
+    assert alike
+    assert other_alike
+    assert pid is not None
+    assert none is None
+    here = Sampler.open(settings, RECIPE, seed=5)
+    for rank, drawn in enumerate((ids, other_ids)):
+        assert drawn == here.sample(OWN, USERS, (0, 0, rank)).ids["item"].values.tolist()
+
+
+def failing(settings: SamplerSettings) -> str:
+    mesh = comm.init(device="cpu", timeout_s=60)
+    opener = partial(Sampler.open, settings, RECIPE)
+    try:
+        start_service(opener, mesh.control, id="item", local_rank=mesh.rank)
+    except DataError as error:
+        return str(error)
+    return "started"
+
+
+def test_a_server_that_cannot_start_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    missing = SamplerSettings(items=str(tmp_path / "none.parquet"), id="item", count=1)
+    for found in run_ranks(2, failing, missing, timeout_s=240):
+        assert "none.parquet" in found

@@ -1,0 +1,191 @@
+"""A tree of items: nodes to train with, children, beam search, bad trees."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from shoal.data import IdFeature, Recipe, TensorSource
+from shoal.data.item_tree import ItemTree, TreeSettings
+from shoal.errors import ConfigError, DataError, InputError
+from shoal.ragged import Ragged
+
+# Root 1; 2..4; two children each, 21 22 31 32 41 42; two leaves each, of 21: 211 and 212.
+INNER = [1, 2, 3, 4, 21, 22, 31, 32, 41, 42]
+LEAVES = [10 * node + k for node in INNER[4:] for k in (1, 2)]
+IDS = np.array([*LEAVES[::-1], *INNER])
+PARENTS = np.where(IDS == 1, 1, np.maximum(IDS // 10, 1))
+SETTINGS = TreeSettings(id="item", counts=(0, 1, 3, 4))
+
+
+def nodes(ids: Any = IDS) -> TensorSource:
+    kinds = Ragged.from_lists([[int(one)] * (int(one) % 3) for one in ids])
+    return TensorSource({"item": torch.from_numpy(ids), "kind": kinds}, torch.zeros(len(ids)))
+
+
+def tree(settings: TreeSettings = SETTINGS, seed: int = 0) -> ItemTree:
+    return ItemTree(nodes(), PARENTS, settings, seed=seed)
+
+
+def layer_of(node: int) -> int:
+    return 0 if node == 1 else len(str(node))
+
+
+def test_ancestors_are_positive_and_others_of_their_layers_negative() -> None:
+    found = tree().sample(np.array([211, 422, 311]), (0, 0, 0))
+    ancestors = {0: [2, 21, 211], 1: [4, 42, 422], 2: [3, 31, 311]}
+    assert found.rows_M.tolist() == [row for row in range(3) for _ in range(3 + 8)]
+    assert [layer_of(node) for node in found.ids_M] == found.layers_M.tolist()
+    for row, positive in ancestors.items():
+        own = found.rows_M == row
+        ids, labels = found.ids_M[own].tolist(), found.labels_M[own].tolist()
+        assert [node for node, label in zip(ids, labels, strict=True) if label] == positive
+        assert len(set(ids)) == len(ids)
+        assert Counter(found.layers_M[own].tolist()) == {1: 2, 2: 4, 3: 5}
+
+
+def test_each_negative_of_a_layer_is_alike_likely() -> None:
+    found = tree().sample(np.full(6000, 211), (0, 0, 0))
+    last = (found.layers_M == 3) & (found.labels_M == 0)
+    counts = Counter(found.ids_M[last].tolist())
+    assert counts.keys() == {*LEAVES} - {211}
+    for count in counts.values():
+        assert count == pytest.approx(6000 * 4 / 11, abs=4 * (6000 * 4 / 11) ** 0.5)
+
+
+CHANCES = {
+    "uniform": [1 / 3, 1 / 3, 1 / 3],
+    "arithmetic": [1 / 6, 2 / 6, 3 / 6],
+    "reciprocal": [2 / 11, 3 / 11, 6 / 11],
+}
+
+
+@pytest.mark.parametrize("layers", CHANCES)
+def test_a_share_of_the_layers_is_trained(layers: Any) -> None:
+    ids = np.array([1, 2, 3, 4, 5])
+    settings = TreeSettings(id="item", counts=(0,) * 5, remain_ratio=0.34, layers=layers)
+    chain = ItemTree(nodes(ids), np.array([1, 1, 2, 3, 4]), settings)
+    seen = [chain.sample(np.array([5]), (0, k, 0)).layers_M.tolist() for k in range(2000)]
+    assert all(len(one) == 2 and one[1] == 4 for one in seen)
+    counts = Counter(one[0] for one in seen)
+    for layer, chance in enumerate(CHANCES[layers], 1):
+        assert counts[layer] / 2000 == pytest.approx(chance, abs=0.05)
+    none = ItemTree(nodes(ids), np.array([1, 1, 2, 3, 4]), replace(settings, remain_ratio=0.0))
+    assert none.sample(np.array([5]), (0, 0, 0)).layers_M.tolist() == [4]
+
+
+def test_a_draw_depends_on_seed_and_key_alone() -> None:
+    def drawn(seed: int, *key: int) -> list[int]:
+        one = tree(seed=seed)
+        one.sample(np.array([211]), (5, 5, 5))
+        return one.sample(np.array([211] * 9), key).ids_M.tolist()
+
+    first = drawn(1, 0, 64, 0)
+    assert first == drawn(1, 0, 64, 0)
+    assert first not in [drawn(2, 0, 64, 0), drawn(1, 0, 128, 0), drawn(1, 0, 64, 1)]
+
+
+def test_a_batch_becomes_examples_of_nodes() -> None:
+    source = TensorSource(
+        {
+            "user": Ragged.from_lists([[7], [8, 9], []]),
+            "item": torch.tensor([211, 311, 422]),
+            "kind": Ragged.from_lists([[1], [1], [1]]),
+        },
+        torch.tensor([1.0, 0.0, 1.0]),
+        dense=torch.tensor([[0.0], [1.0], [2.0]]),
+    )
+    one = tree()
+    batch = one.expanded(source.take(torch.arange(3)), (0, 0, 0))
+    found = one.sample(np.array([211, 422]), (0, 0, 0))
+    lists = batch.ids.to_lists()
+    assert lists["item"] == [[node] for node in found.ids_M.tolist()]
+    assert lists["kind"] == [[node] * (node % 3) for node in found.ids_M.tolist()]
+    assert lists["user"] == [[7]] * 11 + [[]] * 11
+    assert batch.labels.tolist() == found.labels_M.tolist()
+    assert batch.dense is not None
+    assert batch.dense[:, 0].tolist() == [0.0] * 11 + [2.0] * 11
+
+
+def test_children() -> None:
+    parents, ids = tree().children(np.array([31, 211, 1]))
+    assert parents.tolist() == [0, 0, 2, 2, 2]
+    assert sorted(ids[:2].tolist()) == [311, 312]
+    assert sorted(ids[2:].tolist()) == [2, 3, 4]
+
+
+@pytest.mark.parametrize("width", [1, 2, 100])
+def test_a_beam_finds_the_best_leaves_where_ancestors_score_as_their_best_leaf(width: int) -> None:
+    rng = np.random.default_rng(0)
+    leaf_scores = {(row, leaf): rng.random() for row in range(4) for leaf in LEAVES}
+
+    def score(rows: Any, ids: Any) -> Any:
+        def below(node: int) -> list[int]:
+            return [leaf for leaf in LEAVES if str(leaf).startswith(str(node))]
+
+        pairs = zip(rows.tolist(), ids.tolist(), strict=True)
+        return np.array(
+            [max(leaf_scores[row, leaf] for leaf in below(node)) for row, node in pairs]
+        )
+
+    found = tree().beam_search(score, 4, width)
+    for row in range(4):
+        best = sorted(LEAVES, key=lambda leaf: -leaf_scores[row, leaf])[:width]
+        assert found.ids_M[found.rows_M == row].tolist() == best
+
+
+def test_a_file_of_nodes(tmp_path: Path) -> None:
+    names = {1: "root", 2: "a", 3: "b"}
+    parents = {"root": "root", "a": "root", "b": "root"}
+    path = tmp_path / "tree.parquet"
+    table = {"item": list(names.values()), "parent": [parents[one] for one in names.values()]}
+    pq.write_table(pa.table(table), path)
+    recipe = Recipe(ids=(IdFeature(name="item"), IdFeature(name="user")), label="label")
+    made = ItemTree.open(str(path), TreeSettings(id="item", counts=(0, 1)), recipe)
+    from shoal.ids import ids_of_text
+
+    root, one, other = ids_of_text(pa.array(["root", "a", "b"])).tolist()
+    assert sorted(made.children(np.array([root]))[1].tolist()) == sorted([one, other])
+    assert made.sample(np.array([one]), (0, 0, 0)).ids_M.tolist() == [one, other]
+
+
+@pytest.mark.parametrize(
+    ("ids", "parents", "message"),
+    [
+        ([1, 2, 2], [1, 1, 1], "id 2 of tree: got in rows 1 and 2"),
+        ([1, 2], [1, 5], "parent of node 2: got no node 5"),
+        ([1, 2], [1, 2], r"their own parents: got \[1, 2\]"),
+        ([1, 2], [2, 1], r"their own parents: got \[\]"),
+        ([1, 2, 3], [1, 3, 2], "nodes below the root: got 2 in circles"),
+        ([1, 2, 3, 4], [1, 1, 1, 2], "leaf of a tree: got 3 in layer 1; allowed: layer 2"),
+    ],
+)
+def test_bad_trees_are_named(ids: list[int], parents: list[int], message: str) -> None:
+    settings = TreeSettings(id="item", counts=(0, 0, 0) if len(ids) > 3 else (0, 0))
+    with pytest.raises(DataError, match=message):
+        ItemTree(nodes(np.array(ids)), np.array(parents), settings)
+
+
+def test_bad_settings_and_items_are_named() -> None:
+    for counts in ((0,), (1, 2), (0, -1)):
+        with pytest.raises(ConfigError, match="counts of a tree"):
+            TreeSettings(id="item", counts=counts)
+    with pytest.raises(ConfigError, match="remain_ratio of a tree"):
+        replace(SETTINGS, remain_ratio=1.5)
+    with pytest.raises(ConfigError, match="layers of a tree"):
+        replace(SETTINGS, layers="uniforn")  # type: ignore[arg-type]
+    for counts in ((0, 3, 3, 4), (0, 1, 3)):
+        with pytest.raises(ConfigError, match=r"counts of a tree: got .* \[1, 3, 6, 12\] nodes"):
+            tree(TreeSettings(id="item", counts=counts))
+    with pytest.raises(InputError, match="node of a tree: got 999"):
+        tree().sample(np.array([999]), (0, 0, 0))
+    with pytest.raises(InputError, match="item of a tree: got 21; allowed: a leaf"):
+        tree().sample(np.array([211, 21]), (0, 0, 0))
