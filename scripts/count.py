@@ -66,6 +66,7 @@ COUNTED_AS = {
     PurePosixPath("src/shoal/compat/torchrec.py"): "learning",
     PurePosixPath("src/shoal/optim/averaging.py"): "learning",
     PurePosixPath("src/shoal/train/dense_optimizers.py"): "learning",
+    PurePosixPath("src/shoal/distributed/metrics.py"): "learning",
     PurePosixPath("src/shoal/cli/export.py"): "serve",
     PurePosixPath("src/shoal/cli/serve.py"): "serve",
     MONOLITH / "agent_service": "serve",
