@@ -68,6 +68,7 @@ COUNTED_AS = {
     PurePosixPath("src/shoal/compat/torchrec.py"): "learning",
     PurePosixPath("src/shoal/optim/averaging.py"): "learning",
     PurePosixPath("src/shoal/train/dense_optimizers.py"): "learning",
+    PurePosixPath("src/shoal/distributed/metrics.py"): "learning",
     PurePosixPath("src/shoal/cli/export.py"): "serve",
     PurePosixPath("src/shoal/cli/start.py"): "door",
     PurePosixPath("src/shoal/cli/usage.py"): "door",

@@ -212,12 +212,19 @@ def test_two_ranks_train_the_model_of_one(
     environ = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     straight, pieces = (str(tmp_path / name) for name in ("straight", "pieces"))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    traces = tmp_path / "traces"
     settings = [*TINY, data, "puzzle_emb_sharding=row_wise", f"checkpoint_path={straight}"]
+    settings.append(f"profile={traces}")
     command = [*launcher, "--nproc-per-node", "2", str(PROGRAM), *settings]
     environ["OMP_NUM_THREADS"] = "1"
     done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "steps/s" in done.stdout and len(re.findall("finished after", done.stdout)) == 1
+    assert re.search(r" a rank, \d+% communication$", done.stdout, flags=re.MULTILINE)
+    assert sorted(path.name for path in traces.iterdir()) == ["rank0.json", "rank1.json"]
+    rows = map(json.loads, Path(straight, "log.jsonl").read_text().splitlines())
+    shares = [row["train/communication_share"] for row in rows if "train/steps_per_s" in row]
+    assert shares and all(0 < share <= 1 for share in shares)
     # What one rank begins, two end: slots are cut anew by their global places.
     trained(data, f"checkpoint_path={pieces}-moved", "max_steps=7")
     found = run_ranks(2, ran_on_ranks, data, pieces, timeout_s=120)

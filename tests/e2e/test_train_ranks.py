@@ -22,6 +22,9 @@ import yaml
 from rich.console import Console
 
 from shoal import config, train
+from shoal.checkpoint.dense import read_module
+from shoal.checkpoint.manifest import read_manifest
+from shoal.checkpoint.storage import Storage
 from shoal.comm.launch import early_control
 from shoal.data.loader import Loader
 from shoal.errors import ConfigError, DataError
@@ -176,6 +179,8 @@ def test_logs_tell_of_communication(runs: tuple[list[Any], list[Any]]) -> None:
     assert last["alltoall/imbalance"] >= 1
     assert last["alltoall/unique_ids"] <= 2 * last["alltoall/ids"]
     assert 0 < last["alltoall/hottest_share/f0"] <= 1
+    assert last["alltoall/gradient_bytes"] == last["alltoall/row_bytes"] > 0
+    assert last["alltoall/gradient_floats_to_rank_max/f0"] > 0
     assert "alltoall/ids" not in points(both[0][3])[-1]
 
 
@@ -390,7 +395,7 @@ def test_batches_that_quarantine_empties_do_not_end_batch_normalisation(tmp_path
     for bad in (range(8, 12), range(16, 24), range(24, 31), range(33, 39), range(44, 48)):
         x[bad] = np.nan
     pq.write_table(pa.table({"u": u, "x": x, "y": y}), tmp_path / "rows.parquet", row_group_size=10)
-    (out, found), (_, other) = run_ranks(2, poisoned, tmp_path)
+    (out, found), (_, other) = run_ranks(2, poisoned, tmp_path, timeout_s=100)
     assert found == other
     assert found["trained"] == 80 - 29
     assert math.isfinite(found["log_loss"])
@@ -417,13 +422,23 @@ def test_rates_and_batches_grow_with_the_number_of_ranks(tmp_path: Path) -> None
     assert two[1] == pytest.approx(sheet, rel=1e-4)
 
 
-def refused(folder: Path) -> str:
-    model = {"kind": "two_tower", "user": ["f0"], "item": ["f1"], "log_q": True}
-    with pytest.raises(ConfigError) as error:
-        train.run(settings(folder, {"model": model}), console=SILENT)
-    return str(error.value)
+def frequencies(folder: Path) -> dict[str, Any]:
+    """What a run has learned of how often items come, from its checkpoint."""
+    changes = {
+        "model": {"kind": "two_tower", "user": ["f0"], "item": ["f1"], "log_q": True},
+        "features": {"f0": {}, "f1": {}},
+        "baselines": [],
+    }
+    result = train.run(settings(folder, changes), console=SILENT)
+    url = folders_module.checkpoint_of(folders_module.RunFolder(result.folder))
+    assert url is not None
+    found = read_module(Storage(url), read_manifest(url), "two_tower")
+    assert math.isfinite(result.metrics["two_tower"]["log_loss"])
+    return {k: v.tolist() for k, v in found.items() if "frequency" in k}
 
 
-def test_frequencies_of_items_are_of_one_rank(tmp_path: Path) -> None:
-    for told in run_ranks(2, refused, tmp_path):
-        assert "model.log_q: got true on 2 ranks" in told
+def test_frequencies_of_items_are_those_of_all_ranks(tmp_path: Path) -> None:
+    alone = frequencies(tmp_path / "one")
+    first, second = run_ranks(2, frequencies, tmp_path / "two", timeout_s=100)
+    assert first == second == alone
+    assert max(first["scores.frequency.gap_H"]) > 1

@@ -69,7 +69,8 @@ class AllToAllExchange:
 
     Attributes:
         shard, placement, specs, wire: as given.
-        on_transfer: called with what crosses the wire for each training lookup; None: nobody asks.
+        on_transfer, on_gradients: called with what crosses the wire for each training lookup, and
+            when its gradients are sent; None: nobody asks.
 
     Raises:
         ConfigError: the shard, the placement and the ranks do not fit each other.
@@ -104,6 +105,7 @@ class AllToAllExchange:
         self._backs = 0
         self._names = ", ".join(spec.name for spec in self.specs)
         self.on_transfer: Callable[[Transfer], None] | None = None
+        self.on_gradients: Callable[[Transfer], None] | None = None
         self._left: CollectiveFailed | None = None
 
     def _check_fit(self) -> None:
@@ -227,6 +229,8 @@ class AllToAllExchange:
         """Send gradients per distinct id to the owners; their records, once they have arrived."""
         transfer, request = _transfer_of(route), route.request
         self._backs += 1
+        if self.on_gradients is not None:
+            self.on_gradients(transfer)
         if self._in_flight is not None:
             self._in_flight.wait()
         spread = self._received_rows(request).spread(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -256,6 +256,11 @@ class ItemFrequency(nn.Module):
     Args:
         slots: hashes, a power of two; items of one hash count as one.
         rate: of the moving average.
+
+    Attributes:
+        over_ranks: gives the largest of all ranks' values, in every forward of training; then
+            batches are those of all ranks, which a chance of a rank's part differs from by a
+            factor. None: of this one.
     """
 
     steps: Tensor
@@ -265,6 +270,7 @@ class ItemFrequency(nn.Module):
     def __init__(self, slots: int = 1 << 16, rate: float = 0.01) -> None:
         super().__init__()
         self._rate = rate
+        self.over_ranks: Callable[[Tensor], Tensor] | None = None
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("last_H", torch.zeros(slots, dtype=torch.int64))
         self.register_buffer("gap_H", torch.zeros(slots))
@@ -273,12 +279,17 @@ class ItemFrequency(nn.Module):
         """Count a batch; log of each item's chance to be in one, [B]."""
         slots_B = mix64(ids_B) & (len(self.gap_H) - 1)
         self.steps += 1
-        passed_B = (self.steps - self.last_H[slots_B]).to(self.gap_H.dtype)
-        old_B = self.gap_H[slots_B]
-        new_B = torch.where(old_B > 0, old_B + self._rate * (passed_B - old_B), passed_B)
-        self.gap_H[slots_B] = new_B
-        self.last_H[slots_B] = self.steps
-        return -new_B.clamp_min(1.0).log()
+        seen_S = slots_B
+        if self.over_ranks is not None:
+            marks_H = torch.zeros_like(self.gap_H)
+            marks_H[slots_B] = 1.0
+            (seen_S,) = self.over_ranks(marks_H).nonzero(as_tuple=True)
+        passed_S = (self.steps - self.last_H[seen_S]).to(self.gap_H.dtype)
+        old_S = self.gap_H[seen_S]
+        new_S = torch.where(old_S > 0, old_S + self._rate * (passed_S - old_S), passed_S)
+        self.gap_H[seen_S] = new_S
+        self.last_H[seen_S] = self.steps
+        return -self.gap_H[slots_B].clamp_min(1.0).log()
 
 
 class InBatchScores(nn.Module):

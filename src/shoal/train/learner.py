@@ -25,6 +25,7 @@ from shoal.errors import ConfigError
 from shoal.exchange.wire import Wire
 from shoal.models import Predicted
 from shoal.models.tasks import AMP_DTYPES, inputs_of_ids, outputs_of
+from shoal.models.user_item import ItemFrequency
 from shoal.optim import JointOptimizer, ParameterAverage, SparseOptimizer, clip_grad_norm_
 from shoal.planner import Plan
 from shoal.ps.averaging import DenseAverage, average_of
@@ -212,8 +213,11 @@ class Learner:
                 allowed="none, bfloat16",
                 remedy="Set amp=bfloat16, or distributed.dense=ddp.",
             )
-        if any(isinstance(part, _BatchNorm) for part in self.module.modules()):
-            self._moments = mesh.collectives(f"batch normalisation of {self.name}", path=path)
+        counts = [part for part in self.module.modules() if isinstance(part, ItemFrequency)]
+        for part in counts:
+            part.over_ranks = self._largest
+        if counts or any(isinstance(part, _BatchNorm) for part in self.module.modules()):
+            self._moments = mesh.collectives(f"statistics of batches of {self.name}", path=path)
             lone = config.data.quarantine is not None
             self.module = normalise_over_ranks(self.module, self._moments, lone=lone)
         return DistributedModelParallel(
@@ -228,6 +232,11 @@ class Learner:
             dense="fsdp2" if settings.dense == "fsdp2" else "ddp",
             exchange_path=path,
         )
+
+    def _largest(self, values: Tensor) -> Tensor:
+        assert self._moments is not None
+        (found,) = self._moments.all_reduce(values, "max", what="items of a batch").wait()
+        return found
 
     def train_step(self, window: Sequence[Batch]) -> list[Tensor]:
         """One optimizer step over the batches of a window; their losses add as one batch's would.

@@ -10,15 +10,14 @@ from pathlib import Path
 import torch
 
 from shoal.config import RunConfig
+from shoal.distributed.metrics import AllToAllMetrics
 from shoal.errors import ConfigError
 from shoal.exchange.all_to_all import AllToAllExchange
-from shoal.exchange.partition import Transfer
 from shoal.train.learner import Learner
 from shoal.train.ranks import Ranks
 
 _log = logging.getLogger("shoal.train")
 
-_HOT_IDS = 3
 _WAIT_STEPS, _WARMUP_STEPS, _PROFILED_STEPS = 2, 2, 6
 
 
@@ -52,7 +51,7 @@ class RunObserver:
         self._per_slot = settings.enable_alltoall_metrics_for_slot
         self._watches = settings.enable_alltoall_metrics or self._per_slot
         self._main = main
-        self._transfer: Transfer | None = None
+        self._exchanged: AllToAllMetrics | None = None
         self._profile = profiler(config.profile, ranks.rank) if config.profile else None
 
     def __enter__(self) -> RunObserver:
@@ -63,7 +62,7 @@ class RunObserver:
             _ = self._main.tables.exchange.collectives  # one that waits for a batch is made here
             exchange = self._main.tables.exchange
             if isinstance(exchange, AllToAllExchange):
-                exchange.on_transfer = self._saw
+                self._exchanged = AllToAllMetrics(exchange, by_table=self._per_slot)
         if self._profile is not None:
             self._profile.start()
         return self
@@ -93,8 +92,11 @@ class RunObserver:
             found |= _device_use(self._device)
         if self._main.staleness is not None:
             found |= self._main.staleness.scalars()
-        if self._watches and self._transfer is not None:
-            found |= self._exchanged(self._transfer)
+        if self._exchanged is not None:
+            found |= self._exchanged.scalars()
+            if self._per_slot and self._ranks.leads:
+                hot = ", ".join(self._exchanged.hot_ids())
+                _log.info("hot ids of the last batch on rank 0: %s", hot)
         return found
 
     def completed(self, scalars: dict[str, float]) -> dict[str, float]:
@@ -103,55 +105,6 @@ class RunObserver:
         if to and sum(to):
             scalars = scalars | {"alltoall/imbalance": max(to) * len(to) / sum(to)}
         return scalars
-
-    def _saw(self, transfer: Transfer) -> None:
-        self._transfer = transfer
-
-    def _exchanged(self, transfer: Transfer) -> dict[str, float]:
-        """Sizes and splits of the last lookup, and by table how hot its hottest id is."""
-        sent_WX = transfer.sizes.sent_WX[:, :-1]
-        found = {
-            "alltoall/ids": float(transfer.outgoing.offsets_N.numel()),
-            "alltoall/unique_ids": float(sent_WX.sum()),
-            "alltoall/row_bytes": float(
-                sum(
-                    floats * layout.real.itemsize
-                    for floats, layout in zip(transfer.floats(), transfer.plan.buffers, strict=True)
-                )
-            ),
-        }
-        for rank, count in enumerate(sent_WX.sum(1).tolist()):
-            found[f"alltoall/ids_to_rank/{rank}"] = float(count)
-        if self._per_slot:
-            found |= _by_table(transfer, log=self._ranks.leads)
-        return found
-
-
-def _by_table(transfer: Transfer, *, log: bool) -> dict[str, float]:
-    found: dict[str, float] = {}
-    hot: list[str] = []
-    for layout, buffer in zip(transfer.plan.buffers, transfer.outgoing.buffers, strict=True):
-        sizes_WK = buffer.sizes_WK.cpu()
-        if layout.replicated:
-            sizes_WK = sizes_WK[:1]
-        sizes = sizes_WK.flatten().tolist()
-        ids = torch.split(buffer.ids_N.cpu()[: sum(sizes)], sizes)
-        counts = torch.split(buffer.counts_N.cpu()[: sum(sizes)], sizes)
-        tables = len(layout.tables)
-        for k, table in enumerate(layout.tables):
-            if table.hosted.start:
-                continue  # slices of the same rows
-            name = table.hosted.table
-            ids_U, counts_U = torch.cat(ids[k::tables]), torch.cat(counts[k::tables])
-            top = counts_U.topk(min(_HOT_IDS, counts_U.numel()))
-            total = float(counts_U.sum())
-            found[f"alltoall/unique_ids/{name}"] = float(ids_U.numel())
-            found[f"alltoall/hottest_share/{name}"] = float(top.values[0]) / total if total else 0.0
-            shares = zip(ids_U[top.indices].tolist(), top.values.tolist(), strict=True)
-            hot += [f"{name} {id} ({count} of {total:.0f})" for id, count in shares]
-    if log:
-        _log.info("hot ids of the last batch on rank 0: %s", ", ".join(hot))
-    return found
 
 
 def _device_use(device: torch.device) -> dict[str, float]:

@@ -276,10 +276,6 @@ def _run(
     """config: as it was given, which the run folder keeps."""
     data, ranks = opened.data, opened.ranks
     check_publishing(config, opened.learners[0])
-    if ranks.many and getattr(config.model, "log_q", False):
-        # Each step, frequencies of rank 0 would replace what the others have learned.
-        remedy = "Set model.log_q=false, or train on one rank."
-        raise ConfigError("model.log_q", f"true on {ranks.world_size} ranks", "one rank", remedy)
     _report_short(opened)
     has_events = _has_events(opened)
     examples = len(data.train.source)
