@@ -38,6 +38,7 @@ Opener = Callable[[], Sampling]
 _log = logging.getLogger(__name__)
 
 _CALL_S = 10.0  # for an answer, before the server is asked again
+_AGAIN_S = 1.0  # before a server that did not start is started again
 _MOST_BYTES = 1 << 28
 
 
@@ -91,7 +92,7 @@ class SamplerClient:
             InputError: all items are in the batch.
             ServerLost: no server answered in time.
         """
-        head = json.dumps({"key": key, "users": users_B is not None}).encode()
+        head = json.dumps(key).encode()
         frames = [np.ascontiguousarray(one) for one in (items_B, users_B) if one is not None]
         count = len(self.cluster.servers)
         lost: ServerLost | None = None
@@ -169,7 +170,8 @@ class SamplerServer:
         with contextlib.suppress(BrokenPipeError):
             pickle.dump([*self._material, address], process.stdin)
             process.stdin.flush()
-        line = process.stdout.readline()
+        with process.stdout:
+            line = process.stdout.readline()
         found = json.loads(line) if line else {"error": "it ended at once"}
         if "error" in found:
             process.stdin.close()
@@ -180,7 +182,7 @@ class SamplerServer:
 
     def _keep(self) -> None:
         for _ in range(self._restarts):
-            self._process.wait()
+            self._wait()
             if self._ending.is_set():
                 return
             _log.warning("the sampler's server ended (%s); again", self._process.returncode)
@@ -188,9 +190,14 @@ class SamplerServer:
                 self._process, _ = self._started(self.address)
             except ShoalError as error:
                 _log.warning("%s", error)
+                self._ending.wait(_AGAIN_S)
             if self._ending.is_set():  # closed meanwhile
                 self._process.stdin.close()
+        self._wait()
+
+    def _wait(self) -> None:
         self._process.wait()
+        self._process.stdin.close()
 
 
 def start_service(
@@ -290,11 +297,10 @@ def _serve() -> None:
         sampler = opener()
 
         def handler(head: bytes, frames: Frames) -> tuple[bytes, Sequence[Any]]:
-            asked = json.loads(head)
             items_B, users_B = (
                 np.frombuffer(frames[k], np.int64) if k < len(frames) else None for k in (0, 1)
             )
-            return _packed(sampler.sample(items_B, users_B, tuple(asked["key"])))
+            return _packed(sampler.sample(items_B, users_B, tuple(json.loads(head))))
 
         server = Server(f"tcp://{address}", handler, secret=Secret(token), most_bytes=_MOST_BYTES)
     except ShoalError as error:

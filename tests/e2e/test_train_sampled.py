@@ -1,0 +1,94 @@
+"""`shoal train` with sampled items: two ranks, edges and hard negatives, what does not fit."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+
+from shoal import config, train
+from shoal.data import write_like
+from shoal.errors import ConfigError
+from support.ranks import run_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.multiproc]
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "two_tower_negatives_movielens.yaml"
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    train_file, _ = write_like("movielens", 1500, folder)
+    table = pq.read_table(train_file, columns=["user_id", "movie_id", "label"])
+    pairs = table.select(["user_id", "movie_id"])
+    pq.write_table(pairs.filter(table["label"].cast("bool")), folder / "edges.parquet")
+    pq.write_table(pairs.slice(0, 300), folder / "hard.parquet")
+    return folder
+
+
+def settings(data: Path, out: Path, *changes: str) -> config.RunConfig:
+    return config.load(
+        EXAMPLE,
+        [
+            f"data.source.paths=['{data / 'train.parquet'}']",
+            f"data.source.eval_paths=['{data / 'eval.parquet'}']",
+            f"data.sampler.items='{data / 'items.parquet'}'",
+            "data.batch_size=64",
+            "data.sampler.count=32",
+            "threads=1",
+            f"output.dir='{out}'",
+            *changes,
+        ],
+        environment={},
+    )
+
+
+def trained(data: Path, out: Path, changes: list[str]) -> tuple[dict[str, Any], int]:
+    result = train.run(settings(data, out, *changes), console=Console(quiet=True))
+    return dict(result.metrics), result.total_rows
+
+
+@pytest.mark.parametrize("loss", ["sampled", "softmax"])
+def test_two_ranks_train_with_edges_and_hard_negatives(
+    twin: Path, tmp_path: Path, loss: str
+) -> None:
+    changes = [
+        f"model.loss={loss}",
+        "data.sampler.kind=no_edge",
+        "data.sampler.user=user_id",
+        f"data.sampler.edges='{twin / 'edges.parquet'}'",
+        f"data.sampler.hard_edges='{twin / 'hard.parquet'}'",
+        "data.sampler.hard_count=2",
+    ]
+    (first, second) = run_ranks(2, trained, twin, tmp_path, changes, timeout_s=240)
+    assert first == second
+    metrics, rows = first
+    assert rows > 0
+    assert all(math.isfinite(sheet["log_loss"]) for sheet in metrics.values())
+
+
+def test_a_run_draws_the_same_items_again(twin: Path, tmp_path: Path) -> None:
+    assert trained(twin, tmp_path / "a", []) == trained(twin, tmp_path / "b", [])
+    assert trained(twin, tmp_path / "a", ["seed=2"]) != trained(twin, tmp_path / "b", [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["baselines=[logistic]"], r"model that data\.sampler gives items to: got logistic"),
+        (["data.sampler=null"], r"model\.loss: sampled: got no data\.sampler"),
+        (["data.sampler.attributes=[genres]"], r"data\.sampler: got id 'movie_id'"),
+        (["data.sampler.count=0"], r"count of data\.sampler: got 0"),
+        (["data.sampler.coun=1"], "coun"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    twin: Path, tmp_path: Path, changes: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        trained(twin, tmp_path, changes)
