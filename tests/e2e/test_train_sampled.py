@@ -53,9 +53,9 @@ def trained(data: Path, out: Path, changes: list[str]) -> tuple[dict[str, Any], 
     return dict(result.metrics), result.total_rows
 
 
-@pytest.mark.parametrize("loss", ["sampled", "softmax"])
+@pytest.mark.parametrize(("loss", "shared"), [("sampled", True), ("softmax", False)])
 def test_two_ranks_train_with_edges_and_hard_negatives(
-    twin: Path, tmp_path: Path, loss: str
+    twin: Path, tmp_path: Path, loss: str, shared: bool
 ) -> None:
     changes = [
         f"model.loss={loss}",
@@ -64,6 +64,7 @@ def test_two_ranks_train_with_edges_and_hard_negatives(
         f"data.sampler.edges='{twin / 'edges.parquet'}'",
         f"data.sampler.hard_edges='{twin / 'hard.parquet'}'",
         "data.sampler.hard_count=2",
+        f"data.sampler.shared={str(shared).lower()}",
     ]
     (first, second) = run_ranks(2, trained, twin, tmp_path, changes, timeout_s=240)
     assert first == second
@@ -73,7 +74,8 @@ def test_two_ranks_train_with_edges_and_hard_negatives(
 
 
 def test_a_run_draws_the_same_items_again(twin: Path, tmp_path: Path) -> None:
-    assert trained(twin, tmp_path / "a", []) == trained(twin, tmp_path / "b", [])
+    shared = ["data.sampler.shared=true"]
+    assert trained(twin, tmp_path / "a", shared) == trained(twin, tmp_path / "b", [])
     assert trained(twin, tmp_path / "a", ["seed=2"]) != trained(twin, tmp_path / "b", [])
 
 

@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
 from torch import nn
 
+from shoal.comm.collectives import Collectives
 from shoal.config import tree
 from shoal.config.tree import (
     FeatureSettings,
@@ -37,6 +39,8 @@ from shoal.data import (
     flights,
     split_by_time,
 )
+from shoal.data.sampler_service import shared_sampler
+from shoal.data.samplers import Sampling
 from shoal.embedding.combiners import Combiner, FirstN, ReduceMean, ReduceSum
 from shoal.embedding.layouts import Feature, Layout, LayoutSlice
 from shoal.errors import ConfigError, unknown_name
@@ -334,13 +338,16 @@ def source_inputs(source: tree.SourceSettings) -> SourceInputs:
     return SourceInputs(recipe.features, frozenset(lists), recipe.num_dense, recipe.labels)
 
 
-def open_data(config: RunConfig, share: RankShare | None = None) -> RunData:
+def open_data(
+    config: RunConfig, share: RankShare | None = None, collectives: Collectives | None = None
+) -> RunData:
     """Open a run's source and divide it into training and evaluation.
 
     Args:
         config: settings of the run; batch sizes count the examples of all ranks.
         share: this rank's part of each batch; None: all of it, but of training batches this
             worker's part if it is one of several.
+        collectives: of all ranks, which then share servers if data.sampler says so.
 
     Raises:
         ConfigError: nothing says what to evaluate on, or two settings do; batches of one example
@@ -385,7 +392,7 @@ def open_data(config: RunConfig, share: RankShare | None = None) -> RunData:
             least=2 * workers if normalises else workers,
             short=settings.last_batch,
             pace=_pace(config),
-            sampler=_sampler(config),
+            sampler=_sampler(config, collectives),
         ),
         evaluation=Loader(
             first_of(evaluation, config.eval.max_examples),
@@ -442,14 +449,17 @@ def _pace(config: RunConfig) -> Pace | None:
     return Pace(speed=settings.speed, since_s=since_s, clock_s=settings.clock_s)
 
 
-def _sampler(config: RunConfig) -> Sampler | None:
+def _sampler(config: RunConfig, collectives: Collectives | None) -> Sampling | None:
     settings, source = config.data.sampler, config.data.source
     if settings is None:
         return None
     if not isinstance(source, FileSource):
         remedy = "Leave data.sampler out."
         raise ConfigError("data.source with data.sampler", source.kind, "parquet, csv", remedy)
-    return Sampler.open(settings, _recipe(source), seed=config.seed)
+    opener = partial(Sampler.open, settings, _recipe(source), seed=config.seed)
+    if settings.shared and collectives is not None:
+        return shared_sampler(opener, settings, collectives)
+    return opener()
 
 
 def _recipe(settings: FileSource) -> Recipe:

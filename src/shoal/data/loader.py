@@ -213,6 +213,11 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         return self.batches()
 
+    def close(self) -> None:
+        """End the sampler's connections and processes, if it has any."""
+        if self._sampler is not None:
+            self._sampler.close()
+
     def batches(self, position: int = 0) -> Generator[Batch]:
         """All batches, or those that follow a position.
 

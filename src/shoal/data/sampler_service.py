@@ -25,8 +25,9 @@ import torch
 
 from shoal.comm.collectives import Collectives
 from shoal.comm.consensus import together
+from shoal.comm.launch_environment import detect
 from shoal.comm.transport import Client, Frames, Secret, Server
-from shoal.data.samplers import Key, Sampled, Sampling
+from shoal.data.samplers import Key, Sampled, SamplerSettings, Sampling
 from shoal.errors import ConfigError, DataError, ServerLost, ShoalError
 from shoal.models.tasks import Negatives
 from shoal.ragged import KeyedRagged
@@ -73,17 +74,21 @@ class SamplerClient:
         cluster: the servers.
         id, user: the features that identify items and users; user may be None.
         patience_s: how long servers may be away.
+
+    Attributes:
+        server: that ends with the client, if one is given; a copy has none.
     """
 
     def __init__(
         self, cluster: Cluster, id: str, user: str | None, *, patience_s: float = 120.0
     ) -> None:
         self.cluster, self.id, self.user, self.patience_s = cluster, id, user, patience_s
+        self.server: SamplerServer | None = None
         self._client: Client | None = None
         self._process = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_client": None}
+        return {**self.__dict__, "_client": None, "server": None}
 
     def sample(self, items_B: _Ints, users_B: _Ints | None, key: Key) -> Sampled:
         """As `Sampler.sample`.
@@ -107,10 +112,12 @@ class SamplerClient:
         raise lost
 
     def close(self) -> None:
-        """Disconnect; it connects again when it is asked."""
+        """Disconnect, and end the server, if it is this client's."""
         if self._client is not None and self._process == os.getpid():
             self._client.close()
         self._client = None
+        if self.server is not None:
+            self.server.close()
 
     def _connected(self) -> Client:
         # A forked worker has a copy of its parent's connections, which it may not use.
@@ -255,6 +262,25 @@ def start_service(
         token=token,
     )
     return SamplerClient(cluster, id, user, patience_s=patience_s), server
+
+
+def shared_sampler(
+    opener: Opener, settings: SamplerSettings, collectives: Collectives
+) -> SamplerClient:
+    """A client of this node's server, which local rank 0 starts and ends; a collective call.
+
+    Raises:
+        DataError: a server cannot start; on every rank.
+    """
+    client, server = start_service(
+        opener,
+        collectives,
+        id=settings.id,
+        user=settings.user,
+        local_rank=detect().local_rank,
+    )
+    client.server = server
+    return client
 
 
 def _local_only(host: str) -> bool:

@@ -49,6 +49,7 @@ class SamplerSettings:
         edges: file with columns of `user` and `id`: what is no negative of whom.
         hard_edges: file with such columns: hard negatives.
         hard_count: hard negatives of an example, at most.
+        shared: one process on each node has the items, for all its ranks.
 
     Raises:
         ConfigError: a number out of range, or edges without `user` or without a use.
@@ -64,6 +65,7 @@ class SamplerSettings:
     edges: str | None = None
     hard_edges: str | None = None
     hard_count: int = 0
+    shared: bool = False
 
     def __post_init__(self) -> None:
         remedy = "Change the setting."
@@ -99,6 +101,10 @@ class Sampling(Protocol):
 
     def sample(self, items_B: _Ints, users_B: _Ints | None, key: Key) -> Sampled:
         """Items for the examples of a batch."""
+        ...
+
+    def close(self) -> None:
+        """Disconnect from servers, and end those of this process."""
         ...
 
 
@@ -193,6 +199,9 @@ class Sampler:
             seed=seed,
             where=settings.items,
         )
+
+    def close(self) -> None:
+        """Nothing to end."""
 
     def sample(self, items_B: _Ints, users_B: _Ints | None, key: Key) -> Sampled:
         """Items for the examples of a batch, whose own items and users are given by id.

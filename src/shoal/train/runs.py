@@ -200,7 +200,7 @@ def _open(
     torch.manual_seed(config.seed)
     if config.tf32 is not None:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
-    data = open_data(config, ranks.share)
+    data = open_data(config, ranks.share, ranks.control)
     models: dict[str, ModelSpec] = {config.model.kind: config.model}
     if LOGISTIC in config.baselines:
         models.setdefault(LOGISTIC, LogisticSettings())
@@ -267,6 +267,7 @@ def _closing(opened: _Opened) -> Iterator[None]:
     with ExitStack() as held:
         for learner in opened.learners:
             held.callback(learner.close)
+        held.callback(opened.data.train.close)
         yield
 
 
