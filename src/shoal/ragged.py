@@ -318,6 +318,9 @@ class KeyedRagged:
         """Build from one list of ids per example for each feature, on the CPU.
 
         weights: one float32 weight per id, in lists like the ids; for all features or none.
+
+        Raises:
+            ShapeError: features of different batch sizes, or weights in lists of other lengths.
         """
         if weights is None:
             return cls.from_dict(features)
@@ -363,7 +366,17 @@ class KeyedRagged:
         lengths_FB: Tensor,
         weights_N: Tensor | None = None,
     ) -> KeyedRagged:
-        """Build from ids and lengths int64 [F, B] or [F*B]; `values_N` is not copied."""
+        """Build from ids and lengths; `values_N` is not copied.
+
+        Args:
+            keys: F feature names.
+            values_N: int64 [N], feature by feature, example by example.
+            lengths_FB: int64 [F, B] or [F*B], ids of each example.
+            weights_N: floating [N], one per id, or None.
+
+        Raises:
+            ShapeError: lengths that do not add up to N.
+        """
         return cls._built(tuple(keys), values_N, lengths_FB, weights_N, None)
 
     @classmethod

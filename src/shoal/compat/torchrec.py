@@ -5,7 +5,8 @@ Batches are Shoal's: `KeyedRagged.from_torchrec` views a KeyedJaggedTensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -24,6 +25,8 @@ __all__ = [
     "import_weights",
     "init_process_group",
 ]
+
+_WEIGHT = re.compile(r"(?:^|\.)embedding(?:_bag)?s\.(.+)\.weight$")
 
 
 def init_process_group() -> tuple[torch.device, str]:
@@ -91,31 +94,33 @@ def TrainPipelineSparseDist(  # noqa: N802 - TorchRec's name
     )
 
 
-def import_weights(tables: EmbeddingCollection, source: nn.Module) -> dict[str, int]:
-    """Write the weights of an EmbeddingBagCollection or EmbeddingCollection into tables.
+def import_weights(
+    tables: EmbeddingCollection, source: nn.Module | Mapping[str, object]
+) -> dict[str, int]:
+    """Write the weights of TorchRec's tables into tables of the same names.
 
     Row i of a table becomes the row of id i. Over ranks all of them call this.
 
     Args:
         tables: with a table of each name, of that width.
-        source: TorchRec's, on one rank, not sharded.
+        source: an EmbeddingBagCollection, an EmbeddingCollection, a model that has some, or the
+            state dict of one; not sharded. Other weights in it are not read.
 
     Returns:
         rows by table.
 
     Raises:
-        InputError: a module without `embedding_bags` or `embeddings`.
+        InputError: no `embedding_bags.TABLE.weight` or `embeddings.TABLE.weight` that is a tensor.
         UnknownName: a table that `tables` does not have.
         ShapeError: another width.
     """
-    parts = getattr(source, "embedding_bags", None) or getattr(source, "embeddings", None)
-    if not isinstance(parts, nn.ModuleDict):
-        allowed, remedy = "an EmbeddingBagCollection", "Give the module itself, not sharded."
+    state = source.state_dict() if isinstance(source, nn.Module) else source
+    found = {_WEIGHT.search(key): weights for key, weights in state.items()}
+    named = {key[1]: one for key, one in found.items() if key and isinstance(one, torch.Tensor)}
+    if not named:
+        allowed, remedy = "an EmbeddingBagCollection or its state dict", "Give it not sharded."
         raise InputError("tables to import", type(source).__name__, allowed, remedy)
-    rows = {}
-    for name, part in parts.items():
-        weights_ND = part.get_parameter("weight").detach()
-        rows[name] = len(weights_ND)
+    for name, weights_ND in named.items():
         ids_N = torch.arange(len(weights_ND), device=tables.shard.device)
-        tables.table(name).assign(ids_N, weights_ND.to(ids_N.device))
-    return rows
+        tables.table(name).assign(ids_N, weights_ND.detach().to(ids_N.device))
+    return {name: len(weights_ND) for name, weights_ND in named.items()}

@@ -295,7 +295,11 @@ def load_synced_config(control: Collectives, load: Callable[[], Tree]) -> Tree:
 
 
 def require_same(control: Collectives, config: BaseModel) -> None:
-    """Check that every rank has the same settings.
+    """Check that every rank has the same settings; a collective call.
+
+    Args:
+        control: the collectives of all ranks.
+        config: this rank's settings.
 
     Raises:
         ConfigError: on every rank, if any differ; it names the lines.

@@ -729,7 +729,12 @@ class HostRowsSettings(Section):
 
 
 class RunConfig(Section):
-    """The whole tree."""
+    """The whole tree: every setting of a run, as docs/guide/config.md describes each.
+
+    Raises:
+        UnknownName: a key that no section has.
+        ConfigError: settings that exclude or need each other.
+    """
 
     DEFAULT_TABLE: ClassVar[str] = "default"
 

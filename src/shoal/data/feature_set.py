@@ -281,7 +281,16 @@ class FeatureSpec:
         return columns_of(self.kind)
 
     def evaluate(self, given: Mapping[str, pa.Array], size: int, rows: Rows) -> Values:
-        """The feature's values of N examples, of its columns [N]."""
+        """The feature's values of N examples.
+
+        Args:
+            given: its columns [N], by name.
+            size: N.
+            rows: where the examples are, for messages.
+
+        Raises:
+            DataError: a sequence element of several values, or as the kind's `evaluate`.
+        """
         rows = replace(rows, feature=self.name)
         if self.sequence is None:
             most = self.max_length or MOST_COMBINATIONS
@@ -408,6 +417,12 @@ def sequence_group(
 
     Feature f becomes NAME__f, and its sequence columns c become NAME__c: all of them, or those that
     its own `sequence.columns` names. In an example all have one length.
+
+    Args:
+        name: NAME.
+        features: of one element, such as a click.
+        delimiter: between elements of text; None: columns are lists.
+        length: the last so many elements; None: all.
     """
     made = []
     for spec in features:
@@ -541,7 +556,14 @@ class FeatureSet:
     def evaluate(
         self, there: Mapping[str, pa.Array], size: int, rows: Rows, *, threads: int = 1
     ) -> Evaluated:
-        """Features of N rows, of columns [N] by name; raises as a call does."""
+        """Features of N rows; raises as a call does.
+
+        Args:
+            there: columns [N] by name.
+            size: N.
+            rows: where they are, for messages.
+            threads: features computed at a time.
+        """
         arrays = dict(there)
         used = {name for spec in self.features for name in spec.inputs}
         lengths: dict[str, tuple[str, IntArray]] = {}

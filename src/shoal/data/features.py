@@ -215,6 +215,13 @@ def model_inputs(
 ) -> ModelInputs:
     """What a model takes of an Arrow table, without labels: as `encode` makes it for training.
 
+    Args:
+        table: one row per example.
+        recipe: which columns are what; labels, weights and times are not read.
+        where: names the table in messages.
+        spelled: numbers and lists may be text, as in CSV.
+        threads: features computed at a time.
+
     Raises:
         DataError: as `encode`, but for labels, weights and times.
     """

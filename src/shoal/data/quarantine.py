@@ -70,6 +70,10 @@ class Quarantine:
     def file(self, path: Path, error: DataError) -> None:
         """Leave a file out.
 
+        Args:
+            path: of the file.
+            error: why it cannot be used.
+
         Raises:
             DataError: more files than are allowed; that of the file itself, if none are.
         """

@@ -67,7 +67,11 @@ class ZooKeeper:
         return self.nodes.hold(f"{self._path}/{place[0]}.{place[1]}", data, replace=replace)
 
     def query(self, role: str) -> dict[int, str]:
-        """What the nodes say; the book as it was while ZooKeeper does not answer."""
+        """What the nodes say; the book as it was while ZooKeeper does not answer.
+
+        Raises:
+            ServerLost: it has not answered yet.
+        """
         check_role(role)
         error: object = "no connection"
         if self.nodes.client.connected:

@@ -134,6 +134,15 @@ class Layout:
     | concat | [B, sum D], or [B, L, sum D] of FirstN features of one L | the layout's name |
     | stack | [B, n, D] or [B, n, L, D]; equal shapes | the layout's name |
     | addn | [B, D]: the sum; equal widths, no FirstN | the layout's name |
+
+    Args:
+        name: of the model input.
+        kind: of the table above.
+        slices: which features, and which of their segments, in order.
+
+    Raises:
+        UnknownName: no such kind.
+        ConfigError: no slices.
     """
 
     name: str

@@ -105,6 +105,11 @@ class CrossMixture(nn.Module):
 def cross_network(width: int, layers: int, low_rank: LowRank) -> nn.Module:
     """Crosses with full matrices, of a rank, or of (rank, experts).
 
+    Args:
+        width: columns in and out.
+        layers: crosses, one after the other.
+        low_rank: None, a rank, or (rank, experts).
+
     Raises:
         ConfigError: a number below 1.
     """

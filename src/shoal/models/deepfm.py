@@ -147,7 +147,13 @@ class FMSettings(ModelSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepFMSettings(Deep):
-    """Factorization machine and a deep part over the same embeddings."""
+    """Factorization machine and a deep part over the same embeddings (Guo et al. 2017).
+
+    Args:
+        hidden: widths of the deep part's layers.
+        dropout: after each of them, 0 up to below 1.
+        batch_norm: normalise each of them.
+    """
 
     kind: ClassVar[str] = "deepfm"
     segments: ClassVar[tuple[str, ...]] = (BIAS, VEC)

@@ -45,7 +45,14 @@ class Inputs(NamedTuple):
     def of(
         cls, num_dense: int, dim: int, features: Mapping[str, int], tasks: tuple[Task, ...]
     ) -> Inputs:
-        """Of features by name: their lengths as sequences, 0 of those that are pooled."""
+        """Of features by name.
+
+        Args:
+            num_dense: dense columns.
+            dim: of an embedding.
+            features: their lengths as sequences, 0 of those that are pooled.
+            tasks: whose labels the model has an output for.
+        """
         pooled = tuple(name for name, length in features.items() if not length)
         sequences = tuple(name for name in features if name not in pooled)
         length = max(features.values(), default=0)

@@ -105,7 +105,14 @@ class PLE(nn.Module):
 
 
 class SharedBottom(nn.Module):
-    """One MLP for all tasks, [B, X] -> one vector [B, H], the same for each task."""
+    """One MLP for all tasks, [B, X] -> one vector [B, H], the same for each task.
+
+    Args:
+        width: X.
+        tasks: how many.
+        expert: widths of the MLP's layers; the last is H.
+        layers: further settings of `MLP`.
+    """
 
     def __init__(self, width: int, tasks: int, *, expert: tuple[int, ...], **layers: Any) -> None:
         super().__init__()

@@ -39,6 +39,10 @@ class FeatureConfig:
         slice_dims: widths of the row's slices; the row is sum(slice_dims) floats wide.
         pooling_type: how the rows of one example become one input.
         max_sequence_length: L of "firstn", at least 1; the other poolings read all rows.
+
+    Raises:
+        UnknownName: no such pooling.
+        ConfigError: widths below 1, or a length that the pooling cannot have.
     """
 
     table: str
@@ -76,6 +80,9 @@ class SliceConfig:
 
     Monolith's further fields (feature_idx, slice_idx, pooling_type, max_sequence_length) follow
     from the feature and are worked out by `FeatureConfigs`.
+
+    Raises:
+        ConfigError: not 0 <= start < end.
     """
 
     feature_name: str
@@ -95,7 +102,12 @@ class SliceConfig:
 
 @dataclass(frozen=True, slots=True)
 class OutConfig:
-    """One layout: slices, and how they are joined. Monolith's `shape` is inferred."""
+    """One layout: slices, and how they are joined. Monolith's `shape` is inferred.
+
+    Raises:
+        UnknownName: no such `out_type`.
+        ConfigError: no slices.
+    """
 
     slice_configs: tuple[SliceConfig, ...]
     out_type: OutType = "concat"

@@ -30,6 +30,13 @@ def clip_grad_norm_(
     DDP leaves them, equal on every rank, or as FSDP2 splits them), every row counts where it is
     owned, replicated tables on one rank; all ranks scale by the same factor.
 
+    Args:
+        dense_params: parameters with a gradient, or none.
+        sparse: the optimizers of the tables.
+        max_norm: what the common norm is scaled down to.
+        norm_type: p of the p-norm; may be infinity.
+        error_if_nonfinite: raise, instead of scaling by what is not finite.
+
     Returns:
         the norm before clipping, a scalar tensor.
 

@@ -50,7 +50,11 @@ class JointOptimizer(torch.optim.Optimizer):
         """torch's constructor begins with none; there are no others than the members'."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: a group belongs to a member."""
+        """Refused: a group belongs to a member.
+
+        Raises:
+            ConfigError: always, once made.
+        """
         if self.optimizers:
             raise ConfigError(
                 "param group of a JointOptimizer",

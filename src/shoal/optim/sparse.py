@@ -524,7 +524,11 @@ class SparseOptimizer(torch.optim.Optimizer):
         self.resume(max(ledger.claim(self) for ledger in self.accumulators))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: tables are given at construction; dense parameters have optimizers of torch."""
+        """Refused: tables are given at construction; dense parameters have optimizers of torch.
+
+        Raises:
+            ConfigError: always, once made.
+        """
         if self._built:
             raise ConfigError(
                 "param group of a SparseOptimizer",
@@ -678,6 +682,9 @@ class SparseOptimizer(torch.optim.Optimizer):
         """Under the policy "raise", raise NonFiniteGradient on all ranks before anything steps.
 
         Tables on CUDA are not asked, since that would wait for the device at every step.
+
+        Raises:
+            NonFiniteGradient: a row's sum is NaN or infinite.
         """
         asked = [ledger for ledger in self.accumulators if ledger.shard.device.type == "cpu"]
         if self._nan_policy != "raise" or not asked:

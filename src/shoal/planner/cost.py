@@ -39,6 +39,9 @@ class Workload:
         row_bytes, grad_bytes: of a value on the wire; None: as rows are, float32 for gradients.
         pipelined: whether ids of a batch travel during the batch before.
         replicas: groups that hold all tables each (2D); the ranks of the topology are one of them.
+
+    Raises:
+        ConfigError: a batch size below 1.
     """
 
     batch_size: int

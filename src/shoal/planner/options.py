@@ -39,6 +39,10 @@ class TableInput:
         slices: into how many column slices its rules let it be split.
         tiers: where its rows may live unless a constraint says so.
         cache: of tier "cache", part of the rows that is cached.
+
+    Raises:
+        UnknownName: no such dtype or tier.
+        ConfigError: a number out of range.
     """
 
     name: str

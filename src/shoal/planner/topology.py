@@ -133,6 +133,9 @@ class Rates:
         slice_s: seconds of a rank for each table slice it holds, whatever its size.
         step_s: seconds of a step that no plan changes.
         reduce: values that ranks add up (all-reduce); 0: half of what the links carry.
+
+    Raises:
+        ConfigError: a speed that is not above zero, or a number that is not finite.
     """
 
     copy: float

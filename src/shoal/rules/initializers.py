@@ -148,7 +148,11 @@ class BatchSoftmaxInit(Initializer):
 
 @dataclass(frozen=True, slots=True)
 class Uniform(Initializer):
-    """Uniform from minval to maxval, in 2^24 even steps."""
+    """Uniform from minval to maxval, in 2^24 even steps.
+
+    Raises:
+        ConfigError: minval above maxval.
+    """
 
     kind = law = "uniform"
     params = ("minval", "maxval")

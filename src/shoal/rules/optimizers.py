@@ -70,6 +70,9 @@ class Optimizer(Rule, ABC):
     the whole row; placement may not split those. vectors, scalars: what state starts from, one item
     for each vector of the segment's width, then for each single float: a number or the name of
     the field that holds it. denominator: fields that a first gradient of 0 is divided by.
+
+    Raises:
+        ConfigError: a value out of range, or a denominator that could be 0.
     """
 
     __slots__ = ()
@@ -224,6 +227,9 @@ class DelayCompensated(Optimizer):
     gradient was computed at (Zheng et al. 2017, "Asynchronous SGD with Delay Compensation").
     Without `ctx.seen_UD` the gradient counts as fresh and inner gets it as it is.
     `strength` is its one parameter; inner's are those of `inner`.
+
+    Raises:
+        ConfigError: an inner rule that is itself corrected.
     """
 
     kind = "delay_compensated"

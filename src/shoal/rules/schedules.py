@@ -125,6 +125,9 @@ class Piecewise(Schedule):
     """Constant between boundaries: `values[i]` from step `boundaries[i-1]` on.
 
     As torch's MultiStepLR, a boundary step already has the new rate.
+
+    Raises:
+        ConfigError: not one value more than boundaries, or boundaries that do not grow.
     """
 
     kind = "piecewise"

@@ -121,7 +121,11 @@ class Table:
     ) -> Ticket:
         """Admit and insert what is missing; the ticket holds the rows.
 
-        counts: how many occurrences each position stands for, int64 [N]; default 1.
+        Args:
+            ids: int64 [N].
+            counts: how many occurrences each position stands for, int64 [N]; default 1.
+            global_step: for rules that depend on the step.
+            event_time_s: when the ids were seen, whole seconds since 1970.
 
         Raises:
             TableFull: no room; nothing was inserted.
@@ -148,10 +152,15 @@ class Table:
         event_time_s: int = 0,
         learning_rates: Rates | None = None,
     ) -> None:
-        """Sum gradients [N, D] per id and take one optimizer step; inserts what is missing.
+        """Sum gradients per id and take one optimizer step; inserts what is missing.
 
-        counts: occurrences per position for admission, int64 [N]; default 1.
-        learning_rates: one for all segments or one per segment; default the spec's at this step.
+        Args:
+            ids: int64 [N], duplicates allowed.
+            grads: [N, D], of the table's compute dtype.
+            counts: occurrences per position for admission, int64 [N]; default 1.
+            global_step: of schedules, and of rules that depend on the step.
+            event_time_s: when the ids were seen, whole seconds since 1970.
+            learning_rates: one for all segments or one per segment; default the spec's at the step.
 
         Raises:
             NonFiniteGradient: a gradient or an id's sum is NaN or infinite; nothing was changed. On

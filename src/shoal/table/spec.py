@@ -29,7 +29,17 @@ _MAX_FIRST_COLUMN = (1 << 30) - 1
 class Segment:
     """A column range of a row with its own initializer, optimizer and compressor.
 
-    Monolith calls it a slice. `name` is what learning rates and layouts bind to.
+    Monolith calls it a slice.
+
+    Args:
+        dim: columns, 1 or more.
+        name: what learning rates and layouts bind to; distinct in its table.
+        initializer: of new rows.
+        optimizer: rule of its columns; it has their optimizer state.
+        compressor: what training reads and serving stores.
+
+    Raises:
+        ConfigError: a `dim` out of range, or one that the optimizer cannot have.
     """
 
     dim: int
@@ -69,6 +79,9 @@ class TableSpec:
         hashed_as: the name that keys hashes, initial values and rounding; None means `name`.
         first_column: where this row starts in the row of `hashed_as`. A table of columns
             [first_column, first_column + D) of another has the bits of those columns.
+
+    Raises:
+        ConfigError: a value out of range, no segments, or two of one name.
     """
 
     name: str

@@ -47,6 +47,16 @@ def test_weights_of_an_embedding_bag_collection_are_rows_by_number() -> None:
     torch.testing.assert_close(tables.eval()(ids)["out"], expected)
 
 
+def test_weights_of_a_state_dict_are_those_of_its_tables() -> None:
+    tables = collection()
+    model = nn.ModuleDict({"sparse": Bags(t=tables.tables["t"].dim), "over": nn.Linear(2, 1)})
+    assert torchrec.import_weights(tables, model.state_dict()) == {"t": 5}
+    weight = model.state_dict()["sparse.embedding_bags.t.weight"]
+    torch.testing.assert_close(tables.table("t").lookup([0, 4]), weight[[0, 4]])
+    with pytest.raises(InputError, match="dict"):
+        torchrec.import_weights(tables, {"over.weight": weight})
+
+
 def test_weights_that_do_not_fit_are_refused() -> None:
     tables = collection()
     with pytest.raises(UnknownName, match="other"):
