@@ -140,7 +140,7 @@ struct Kernels {
   double (*largest64)(const double*, std::int64_t n);
   // Four blake2b states over one block each; see text_hash_impl.h.
   void (*blake_blocks)(std::uint64_t* state, const std::uint64_t* words,
-                       const std::uint64_t* counts, const std::uint64_t* last);
+                       const std::uint64_t* counts, const std::uint64_t* last, bool brief);
 };
 
 const Kernels& kernels();

@@ -58,13 +58,12 @@ template <int... rounds>
   (mix_round<rounds>(v, m), ...);
 }
 
-// State h of four messages, by one block each: `words` [16][4], `counts` bytes until its end,
-// `last` all ones where it is the last. Everything is [.][4].
-void blake_blocks(std::uint64_t* state, const std::uint64_t* words, const std::uint64_t* counts,
-                  const std::uint64_t* last) {
-  Word4 h[8], m[16], v[16], count, final_one;
+template <int given>
+void hash_blocks(std::uint64_t* state, const std::uint64_t* words, const std::uint64_t* counts,
+                 const std::uint64_t* last) {
+  Word4 h[8], m[16] = {}, v[16], count, final_one;
   std::memcpy(h, state, sizeof h);
-  std::memcpy(m, words, sizeof m);
+  std::memcpy(m, words, given * sizeof m[0]);
   std::memcpy(&count, counts, sizeof count);
   std::memcpy(&final_one, last, sizeof final_one);
   for (int i = 0; i < 8; ++i) {
@@ -76,6 +75,13 @@ void blake_blocks(std::uint64_t* state, const std::uint64_t* words, const std::u
   mix_rounds(v, m, std::make_integer_sequence<int, 12>());
   for (int i = 0; i < 8; ++i) h[i] ^= v[i] ^ v[i + 8];
   std::memcpy(state, h, sizeof h);
+}
+
+// State h of four messages, by one block each: `words` [16][4] (`brief`: [2][4], the others are
+// zero), `counts` bytes until its end, `last` all ones where it is the last. Everything is [.][4].
+void blake_blocks(std::uint64_t* state, const std::uint64_t* words, const std::uint64_t* counts,
+                  const std::uint64_t* last, bool brief) {
+  (brief ? hash_blocks<2> : hash_blocks<16>)(state, words, counts, last);
 }
 
 }  // namespace

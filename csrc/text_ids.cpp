@@ -20,17 +20,20 @@ struct Remembered {
   std::uint64_t key;  // size and whether it was read as an integer; 0 is an empty entry
 };
 
-// First and last bytes, which with the size make up a short text.
+// A short text as the first two words of its block, the rest of them zero.
 inline void load(std::string_view text, std::uint64_t (&words)[2]) {
   const char* p = text.data();
   const std::size_t n = text.size();
   words[0] = words[1] = 0;
-  if (n >= 8) {
+  if (n > 8) {
     std::memcpy(&words[0], p, 8);
     std::memcpy(&words[1], p + n - 8, 8);
+    words[1] >>= 8 * (kShort - n);
   } else if (n >= 4) {
-    std::memcpy(&words[0], p, 4);
-    std::memcpy(&words[1], p + n - 4, 4);
+    std::uint32_t first, last;
+    std::memcpy(&first, p, 4);
+    std::memcpy(&last, p + n - 4, 4);
+    words[0] = first | static_cast<std::uint64_t>(last) << (8 * (n - 4));
   } else {
     for (std::size_t i = 0; i < n; ++i) {
       words[0] |= static_cast<std::uint64_t>(static_cast<unsigned char>(p[i])) << (8 * i);
@@ -75,31 +78,32 @@ bool spells(std::string_view text, std::int64_t* id) {
 class Hashing {
  public:
   Hashing(std::int64_t* ids, bool spelled) : ids_(ids), spelled_(spelled) {
-    if (!memo_) memo_ = std::make_unique<Remembered[]>(kRemembered);
+    static thread_local std::unique_ptr<Remembered[]> memo;
+    if (!memo) memo = std::make_unique<Remembered[]>(kRemembered);
+    memo_ = memo.get();
   }
 
   void add(std::string_view text, std::int64_t at) {
-    Lane lane{text, at, nullptr, {{0, 0}, 0, 0}};
+    Remembered made{{0, 0}, 0, 0}, *entry = nullptr;
     if (text.size() <= kShort) {
-      load(text, lane.made.text);
-      lane.made.key = 2 * text.size() + 2 + (spelled_ ? 1 : 0);
+      load(text, made.text);
+      made.key = 2 * text.size() + 2 + (spelled_ ? 1 : 0);
       const std::uint64_t spread =
-          (lane.made.text[0] ^ lane.made.text[1] * 0x9e3779b97f4a7c15 ^ lane.made.key) *
-          0xbf58476d1ce4e5b9;
-      lane.entry = &memo_[(spread >> 40) & (kRemembered - 1)];
-      if (lane.entry->key == lane.made.key && lane.entry->text[0] == lane.made.text[0] &&
-          lane.entry->text[1] == lane.made.text[1]) {
-        ids_[at] = lane.entry->id;
+          (made.text[0] ^ made.text[1] * 0x9e3779b97f4a7c15 ^ made.key) * 0xbf58476d1ce4e5b9;
+      entry = &memo_[(spread >> 40) & (kRemembered - 1)];
+      if (entry->key == made.key && entry->text[0] == made.text[0] &&
+          entry->text[1] == made.text[1]) {
+        ids_[at] = entry->id;
         return;
       }
     }
+    Lane& lane = lanes_[waiting_] = Lane{text, at, entry, made};
     std::int64_t number;
     if (spelled_ && spells(text, &number)) {
       keep(lane, number);
-      return;
+    } else if (++waiting_ == kBlakeLanes) {
+      finish();
     }
-    lanes_[waiting_] = lane;
-    if (++waiting_ == kBlakeLanes) finish();
   }
 
   void finish() {
@@ -109,8 +113,9 @@ class Hashing {
     for (auto& word : state[0]) word ^= 0x01010000 ^ 8;  // sequential, no key, 8 bytes of digest
     std::size_t longest = 1;
     for (int k = 0; k < waiting_; ++k) longest = std::max(longest, lanes_[k].text.size());
-    for (std::size_t from = 0; from < longest; from += kBlakeBlock) block(state, from);
-    for (int k = 0; k < waiting_; ++k) keep(lanes_[k], static_cast<std::int64_t>(digests_[k]));
+    for (std::size_t from = 0; from < longest; from += kBlakeBlock) {
+      block(state, from, longest <= kShort);
+    }
     waiting_ = 0;
   }
 
@@ -128,49 +133,55 @@ class Hashing {
   }
 
   // The block that begins at a byte; lanes whose text ended before run on, and are not read again.
-  void block(std::uint64_t (&state)[8][kBlakeLanes], std::size_t from) {
-    std::uint64_t words[16][kBlakeLanes] = {}, counts[kBlakeLanes] = {}, last[kBlakeLanes] = {};
+  // `brief`: all texts are short.
+  void block(std::uint64_t (&state)[8][kBlakeLanes], std::size_t from, bool brief) {
+    std::uint64_t words[16][kBlakeLanes], counts[kBlakeLanes] = {}, last[kBlakeLanes] = {};
+    std::memset(words, 0, brief ? 2 * sizeof words[0] : sizeof words);
     for (int k = 0; k < waiting_; ++k) {
       const std::string_view text = lanes_[k].text;
       const std::size_t stop = std::min(text.size(), from + kBlakeBlock);
-      for (std::size_t at = from, i = 0; at < stop; at += 8, ++i) {
+      for (std::size_t i = 0; brief && i < 2; ++i) words[i][k] = lanes_[k].made.text[i];
+      for (std::size_t at = from, i = 0; !brief && at < stop; at += 8, ++i) {
         std::memcpy(&words[i][k], text.data() + at, std::min<std::size_t>(8, stop - at));
       }
       counts[k] = stop;
       last[k] = stop == text.size() ? ~std::uint64_t{0} : 0;
     }
-    kernels().blake_blocks(state[0], words[0], counts, last);
+    kernels().blake_blocks(state[0], words[0], counts, last, brief);
     for (int k = 0; k < waiting_; ++k) {
-      const std::size_t size = lanes_[k].text.size();
-      if (from == (size == 0 ? 0 : (size - 1) / kBlakeBlock * kBlakeBlock)) {
-        digests_[k] = state[0][k];
-      }
+      const bool ends = last[k] != 0 && (from == 0 || counts[k] > from);
+      if (ends) keep(lanes_[k], static_cast<std::int64_t>(state[0][k]));
     }
   }
 
-  static thread_local std::unique_ptr<Remembered[]> memo_;
+  Remembered* memo_;  // the thread's
   std::int64_t* ids_;
   bool spelled_;
   Lane lanes_[kBlakeLanes];
-  std::uint64_t digests_[kBlakeLanes];
   int waiting_ = 0;
 };
-
-thread_local std::unique_ptr<Remembered[]> Hashing::memo_;
 
 }  // namespace
 
 template <class Offset>
-void ids_of_texts(const char* data, const Offset* offsets, std::int64_t n, bool spelled,
+void ids_of_texts(const char* data, const Offset* offsets, const std::uint8_t* valid,
+                  std::int64_t first, std::int64_t n, bool spelled, std::int64_t missing,
                   std::int64_t* ids) {
   Hashing hashing(ids, spelled);
   for (std::int64_t i = 0; i < n; ++i) {
-    hashing.add({data + offsets[i], static_cast<std::size_t>(offsets[i + 1] - offsets[i])}, i);
+    const std::int64_t k = first + i;
+    if (valid != nullptr && (valid[k >> 3] >> (k & 7) & 1) == 0) {
+      ids[i] = missing;
+      continue;
+    }
+    hashing.add({data + offsets[k], static_cast<std::size_t>(offsets[k + 1] - offsets[k])}, i);
   }
   hashing.finish();
 }
 
-template void ids_of_texts(const char*, const std::int32_t*, std::int64_t, bool, std::int64_t*);
-template void ids_of_texts(const char*, const std::int64_t*, std::int64_t, bool, std::int64_t*);
+template void ids_of_texts(const char*, const std::int32_t*, const std::uint8_t*, std::int64_t,
+                           std::int64_t, bool, std::int64_t, std::int64_t*);
+template void ids_of_texts(const char*, const std::int64_t*, const std::uint8_t*, std::int64_t,
+                           std::int64_t, bool, std::int64_t, std::int64_t*);
 
 }  // namespace shoal

@@ -12,10 +12,12 @@ inline constexpr std::uint64_t kBlakeIv[8] = {
 inline constexpr std::size_t kBlakeBlock = 128;
 inline constexpr int kBlakeLanes = 4;
 
-// Text i is data[offsets[i], offsets[i + 1]). `spelled`: integers and booleans are what they spell.
+// Text i of [first, first + n) is data[offsets[i], offsets[i + 1]); where bit i of `valid` is 0 (null:
+// none is), its id is `missing`. `spelled`: integers and booleans are what they spell.
 // One thread; what it hashed last it remembers, since values of a column repeat.
 template <class Offset>
-void ids_of_texts(const char* data, const Offset* offsets, std::int64_t n, bool spelled,
+void ids_of_texts(const char* data, const Offset* offsets, const std::uint8_t* valid,
+                  std::int64_t first, std::int64_t n, bool spelled, std::int64_t missing,
                   std::int64_t* ids);
 
 }  // namespace shoal

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import numpy as np
@@ -172,6 +173,9 @@ def hash_strings(
 
 def ids_of_text(
     strings: Sequence[str] | Sequence[bytes] | np.ndarray[Any, Any] | pa.Array | pa.ChunkedArray,
+    *,
+    missing: str | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Ids of text, int64 [N]: the integer that a text spells, or else the text's hash.
 
@@ -181,11 +185,15 @@ def ids_of_text(
     false (also True, TRUE, False, FALSE), which are 1 and 0. All other text ("05", "+5", "5.0",
     "-0", "A7") is hashed as `hash_strings` does.
 
+    Args:
+        missing: the text whose id a missing value has; None refuses it, and so do dictionaries.
+        out: int64 [N], contiguous, on the CPU: where the ids go.
+
     Raises:
         DTypeError: not strings or bytes.
         InputError: a missing value.
     """
-    return _ids_of(strings, spelled=True)
+    return _ids_of(strings, spelled=True, missing=missing, out=out)
 
 
 class SlotRegistry:
@@ -303,33 +311,42 @@ def _signed(bits: int) -> int:
     return bits - (1 << 64) if bits >> 63 else bits
 
 
-def _ids_of(strings: Any, *, spelled: bool) -> Tensor:
+def _ids_of(
+    strings: Any, *, spelled: bool, missing: str | None = None, out: Tensor | None = None
+) -> Tensor:
     """Ids of text, int64 [N]; those of a dictionary are made once."""
     import pyarrow as pa  # `import shoal` needs torch and numpy only
 
-    column = _text_of(strings)
+    column = _text_of(strings, nulls=missing is not None)
     if pa.types.is_dictionary(column.type):
         places_N = column.indices.to_numpy(zero_copy_only=False).astype(np.int64)
-        return _ids_of(column.dictionary, spelled=spelled)[torch.from_numpy(places_N)]
+        known = _ids_of(column.dictionary, spelled=spelled)
+        return torch.index_select(known, 0, torch.from_numpy(places_N), out=out)
     if str(column.type) not in ("string", "binary", "large_string", "large_binary"):
         column = column.cast(pa.large_binary())
-    wide = str(column.type).startswith("large")
-    ids_N = torch.empty(len(column), dtype=torch.int64, device="cpu")
-    if len(column):
-        _, offsets, data = column.buffers()
-        made = core.ids_of_texts64 if wide else core.ids_of_texts32
-        first = offsets.address + column.offset * (8 if wide else 4)
-        made(data.address if data else 0, first, len(column), spelled, address(ids_N))
+    n = len(column)
+    ids_N = torch.empty(n, dtype=torch.int64, device="cpu") if out is None else out
+    if n:
+        filler = _id_of_one(missing) if missing is not None and column.null_count else 0
+        made = core.ids_of_texts64 if "large" in str(column.type) else core.ids_of_texts32
+        valid, offsets, data = (part.address if part else 0 for part in column.buffers())
+        made(data, offsets, valid, column.offset, n, spelled, filler, address(ids_N))
     return ids_N
 
 
-def _text_of(strings: Any) -> pa.Array:
-    """A column of text in one piece, without nulls."""
+@lru_cache(maxsize=4096)
+def _id_of_one(text: str) -> int:
+    return int(ids_of_text([text])[0])
+
+
+def _text_of(strings: Any, *, nulls: bool) -> pa.Array:
+    """A column of text in one piece; in a dictionary's there are no nulls, else only if allowed."""
     import pyarrow as pa
 
     remedy = "Numbers are ids already: give them a slot with make_fid."
     try:
-        column = strings if isinstance(strings, pa.ChunkedArray) else pa.array(strings)
+        there = isinstance(strings, (pa.Array, pa.ChunkedArray))
+        column = strings if there else pa.array(strings)
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
         raise DTypeError(
             "strings", got=error, allowed="one column of strings", remedy=remedy
@@ -343,7 +360,8 @@ def _text_of(strings: Any) -> pa.Array:
     if str(kind) not in TEXT_TYPES and not pa.types.is_fixed_size_binary(kind):
         allowed = "strings or bytes"
         raise DTypeError("type of strings", got=kind, allowed=allowed, remedy=remedy)
-    if column.null_count or (encoded and column.dictionary.null_count):
+    allowed_nulls = nulls and not encoded
+    if (column.null_count and not allowed_nulls) or (encoded and column.dictionary.null_count):
         fill = "Fill them first: pyarrow.compute.fill_null(column, '')."
         raise InputError("strings", got="nulls", allowed="no nulls", remedy=fill)
     return column

@@ -268,3 +268,21 @@ def test_the_id_of_a_text_does_not_depend_on_others(mixed: list[int | str]) -> N
 def test_missing_text_has_no_id() -> None:
     with pytest.raises(InputError, match="nulls"):
         ids_of_text(pa.array(["a", None]))
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.string_view()])
+def test_missing_text_may_have_the_id_of_another(kind: pa.DataType) -> None:
+    texts = [None, "left out", "A7", None, "12", "a text of more than 16 bytes", ""] * 9
+    expected = ids_of_text([text or ("none" if text is None else "") for text in texts])
+    column = pa.array(texts).cast(kind)
+    assert torch.equal(ids_of_text(column, missing="none"), expected)
+    # Bits of a slice need not begin at a byte.
+    assert torch.equal(ids_of_text(column.slice(9), missing="none"), expected[9:])
+    out = torch.zeros(2, 60, dtype=torch.int64)
+    ids_of_text(column.slice(3), missing="none", out=out[1])
+    assert torch.equal(out, torch.stack([torch.zeros_like(expected[3:]), expected[3:]]))
+    whole = pa.array(["b", "a", "b"])
+    for one in (whole, whole.dictionary_encode()):
+        assert ids_of_text(one, out=out[0, :3]).tolist() == hash_strings(whole).tolist()
+        assert out[0, :3].tolist() == hash_strings(whole).tolist()
+        out.zero_()

@@ -87,7 +87,10 @@ def decoded(column: pa.Array | pa.ChunkedArray) -> pa.Array:
     elif pa.types.is_binary_view(column.type):
         column = column.cast(pa.large_binary())
     if isinstance(column, pa.ChunkedArray):
-        column = column.unify_dictionaries().combine_chunks()
+        if column.num_chunks == 1:  # to combine them copies even one
+            column = column.chunk(0)
+        else:
+            column = column.unify_dictionaries().combine_chunks()
     if pa.types.is_dictionary(column.type) and column.dictionary.null_count:
         column = column.dictionary_decode()
     return column
@@ -183,17 +186,17 @@ def numbers(
         DataError: a value that is not so, text that is no number, or another type.
     """
     import pyarrow as pa
-    import pyarrow.compute as pc
 
-    kind = kind or pa.float32()
-    values = floats(column, name, rows, kind)
+    values = floats(column, name, rows, kind or pa.float32())
+    if fill is None:
+        rows.refuse_nulls(values, f"column {name!r}", remedy)
+    values_N = as_numpy(values)  # null is NaN now
     if fill is not None:
-        missing = pc.is_null(values, nan_is_null=True)
-        values = pc.if_else(missing, pa.scalar(fill, kind), values)
-    rows.refuse_nulls(values, f"column {name!r}", remedy)
-    values_N = as_numpy(values)
-    bad_N = ~((values_N >= low) & (values_N <= high) & np.isfinite(values_N))
-    if bad_N.any():
+        np.copyto(values_N, fill, where=np.isnan(values_N))
+    least, most = values_N.min(initial=np.inf), values_N.max(initial=-np.inf)
+    fits = low <= least and most <= high and -np.inf < least and most < np.inf
+    if len(values_N) and not fits:  # NaN does not, either
+        bad_N = ~((values_N >= low) & (values_N <= high) & np.isfinite(values_N))
         row = _first(bad_N)
         allowed = f"{low:g}..{high:g}" if np.isfinite(high) else f"finite {values_N.dtype}"
         allowed += f" of at least {low:g}" if np.isfinite(low) and not np.isfinite(high) else ""
@@ -364,4 +367,4 @@ def _first(marks_N: np.ndarray[Any, Any]) -> int:
 def as_numpy(array: pa.Array) -> np.ndarray[Any, Any]:
     """A copy that may be written."""
     # Arrow's buffers are read-only; torch wants memory it may write.
-    return np.array(array.to_numpy(zero_copy_only=False))
+    return np.require(array.to_numpy(zero_copy_only=False), requirements="W")

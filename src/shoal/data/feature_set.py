@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.address import empty_rows
 from shoal.data import columns
 from shoal.data.columns import Rows, as_numpy
-from shoal.data.kinds import Kind, columns_of, renamed
+from shoal.data.kinds import Id, Kind, columns_of, renamed
 from shoal.data.values import (
     MOST_COMBINATIONS,
     Given,
@@ -459,7 +460,8 @@ class Evaluated:
         values = [one.values if isinstance(one, Ragged) else one for one in self.ids.values()]
         first = next(iter(self.ids.values()), Ragged.from_lists([]))
         size = first.batch_size if isinstance(first, Ragged) else first.numel()
-        offsets_FB1 = torch.zeros(len(values) * size + 1, dtype=torch.int64, device="cpu")
+        offsets_FB1 = empty_rows(1, len(values) * size + 1, torch.float64).view(torch.int64)[0]
+        offsets_FB1[0] = 0
         base = 0
         for f, (part, own) in enumerate(zip(self.ids.values(), values, strict=True)):
             ends_B = offsets_FB1[f * size + 1 : (f + 1) * size + 1]
@@ -475,7 +477,7 @@ class Evaluated:
         ]
         keyed = KeyedRagged(
             tuple(self.ids),
-            torch.cat(values) if values else offsets_FB1[:0],
+            _joined(values) if values else offsets_FB1[:0],
             offsets_FB1,
             torch.cat(weights) if weights else None,
         )
@@ -485,7 +487,11 @@ class Evaluated:
         """float32 [N, n], or None without dense columns."""
         if not self.dense:
             return None
-        return torch.cat([d[:, None] if d.ndim == 1 else d for d in self.dense], dim=1)
+        widths = [d.shape[1] if d.ndim == 2 else 1 for d in self.dense]
+        joined_Bn = empty_rows(len(self.dense[0]), sum(widths), torch.float32)
+        for part_Bw, own in zip(joined_Bn.split_with_sizes(widths, dim=1), self.dense, strict=True):
+            part_Bw.copy_(own.view(part_Bw.shape))
+        return joined_Bn
 
 
 @dataclass(frozen=True, slots=True)
@@ -568,13 +574,20 @@ class FeatureSet:
         used = {name for spec in self.features for name in spec.inputs}
         lengths: dict[str, tuple[str, IntArray]] = {}
         done: dict[str, Any] = {}
+        whole = [spec.name for spec in self.features if _is_one_text(spec, arrays)]
+        # Side by side, as a model takes them, in memory that is used again.
+        ids_FN = empty_rows(len(whole), size, torch.float64).view(torch.int64)
+        outs = dict(zip(whole, ids_FN, strict=True))
 
         def compute(spec: FeatureSpec) -> tuple[FeatureSpec, Values, Any]:
             own = replace(rows, feature=spec.name)
             with _as_data_error(spec, own):
                 values = spec.evaluate({name: arrays[name] for name in spec.inputs}, size, rows)
-                made = None if spec.stub else (_dense if spec.is_dense else _ids)(spec, values, own)
-            return spec, values, made
+                if spec.stub:
+                    return spec, values, None
+                if spec.is_dense:
+                    return spec, values, _dense(spec, values, own)
+                return spec, values, _ids(spec, values, own, outs.get(spec.name))
 
         def note(found: tuple[FeatureSpec, Values, Any]) -> None:
             spec, values, done[spec.name] = found
@@ -651,9 +664,9 @@ def _number_text(array: pa.Array) -> pa.Array:
 
 
 def _ids(
-    spec: FeatureSpec, values: Values, rows: Rows
-) -> tuple[Tensor | Ragged, Tensor | None]:  # fmt: skip
-    """int64 [N], or jagged, and weights of ids."""
+    spec: FeatureSpec, values: Values, rows: Rows, out: Tensor | None
+) -> tuple[Tensor | Ragged, Tensor | None]:
+    """int64 [N], maybe written to `out`, or jagged, and weights of ids."""
     name = spec.inputs[0] if len(spec.inputs) == 1 else spec.name
     array, lengths, weights = values.array, values.lengths, values.weights
     if lengths is None:
@@ -663,8 +676,9 @@ def _ids(
         import pyarrow as pa
 
         array = pa.array(numbers, from_pandas=True)
-    if lengths is None and spec.ids is None and spec.default and _is_plain_text(array):
-        return _with_default_id(array, str(spec.default)), None
+    if out is not None and (spec.default is not None or not array.null_count):
+        missing = None if spec.default is None else str(spec.default)
+        return ids_of_text(array, missing=missing, out=out), None
     if lengths is None and spec.default != "":
         array = _filled(array, spec.default, name, rows)
     elif lengths is None:
@@ -689,19 +703,25 @@ def _ids(
     return Ragged.from_lengths(ids_N, torch.from_numpy(lengths)), made
 
 
-def _is_plain_text(array: pa.Array) -> bool:
-    return str(array.type) in ("string", "large_string") and array.null_count > 0
+def _is_one_text(spec: FeatureSpec, arrays: Mapping[str, pa.Array]) -> bool:
+    """Whether a feature's ids are those of a column's texts, one each."""
+    if type(spec.kind) is not Id or spec.kind.weighted or spec.stub:
+        return False
+    as_it_is = spec.sequence is None and spec.separator is None and spec.ids is None
+    kind = getattr(arrays.get(spec.kind.column), "type", None)
+    return as_it_is and spec.default != "" and str(kind) in ("string", "large_string")
 
 
-def _with_default_id(text: pa.Array, default: str) -> Tensor:
-    """Ids of text [N], the default's where it is missing; no text is copied for that."""
-    import pyarrow as pa
-
-    buffers = [None, *text.buffers()[1:]]
-    present = pa.Array.from_buffers(text.type, len(text), buffers, offset=text.offset)
-    ids_N = ids_of_text(present)
-    ids_N[torch.from_numpy(as_numpy(text.is_null()))] = ids_of_text([default])[0]
-    return ids_N
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Vectors one after the other; those that lie so already are not copied."""
+    first, end = parts[0], parts[0].storage_offset()
+    for part in parts:
+        if part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return torch.cat(parts)
+        if part.storage_offset() != end:
+            return torch.cat(parts)
+        end += part.numel()
+    return first.as_strided((end - first.storage_offset(),), (1,))
 
 
 def _with_default(

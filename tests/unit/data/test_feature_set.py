@@ -471,3 +471,39 @@ def test_training_and_serving_are_one_code() -> None:
     assert trained.dense.tolist() == served.dense.tolist() == [[1.0, 1.0], [3.0, 9.0]]
     alone = FeatureSet(specs)(rows)
     assert torch.equal(alone.ids.values_N, served.ids.values_N)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("others", [(), ("n",), ("tags",)])
+def test_texts_next_to_others(threads: int, others: tuple[str, ...]) -> None:
+    kinds = {
+        "a": FeatureSpec(name="a", kind=Id(), default="-"),
+        "n": FeatureSpec(name="n", kind=Id()),
+        "tags": FeatureSpec(name="tags", kind=Id(), separator="|"),
+        "b": FeatureSpec(name="b", kind=Id()),
+    }
+    expected = {
+        "a": [text("x"), text("-"), text("z")],
+        "n": [[1], [2], [3]],
+        "tags": [text("p", "q"), [], text("p")],
+        "b": [[7], text("b"), text("c")],
+    }
+    rows = table(a=["x", None, "z"], n=[1, 2, 3], tags=["p|q", "", "p"], b=["7", "b", "c"])
+    for names in (("a", *others, "b"), (*others, "b", "a"), ("b", "a", *others)):
+        found = FeatureSet(tuple(kinds[name] for name in names))(rows, threads=threads).ids
+        assert found.to_lists() == {name: expected[name] for name in names}
+
+
+def test_numbers_of_every_width_are_joined() -> None:
+    specs = (
+        FeatureSpec(name="row", kind=Id()),
+        FeatureSpec(name="x", kind=Raw(), default=-1.0),
+        FeatureSpec(name="pair", kind=Raw(), width=2),
+        FeatureSpec(name="y", kind=Raw()),
+    )
+    rows = table(
+        row=[1, 2, 3], x=[0.5, None, float("nan")], pair=[[1, 2], [3, 4], [5, 6]], y=[7] * 3
+    )
+    found = FeatureSet(specs)(rows).dense
+    assert found is not None
+    assert found.tolist() == [[0.5, 1, 2, 7], [-1, 3, 4, 7], [-1, 5, 6, 7]]
