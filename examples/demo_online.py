@@ -1,12 +1,18 @@
 """The demo of online learning: a model that follows its trainer against one that is loaded daily.
 
-Flights of November come in the order of their departures, a day in some seconds. A trainer learns
-from each once it has landed, and publishes what changed. Two replicas follow it; a third server
-loads the trainer's newest checkpoint once a day, as a daily export would be. A client asks both for
-each flight when it departs. `make demo-online` prints the AUC of both, an interval of their
-difference, and how fresh the replicas were, and writes one HTML page:
+Events come in the order of their times, a day in some seconds. A trainer learns from each once its
+outcome is known, and publishes what changed. Two replicas follow it; a third server loads the
+trainer's newest checkpoint once a day, as a daily export would be. A client asks both for each
+event when it happens. `make demo-online` prints the AUC of both, an interval of their difference,
+and how fresh the replicas were, and writes one HTML page:
 
-    python examples/demo_online.py [--out FOLDER] [--days N] [--day-s SECONDS]
+    python examples/demo_online.py [--stream flights|clicks] [--out FOLDER] [--days N]
+        [--day-s SECONDS]
+
+`flights` are those of November, after a model of the ten months before; airports, carriers and
+routes hardly change from day to day, and what happened to an aircraft today is an input of both
+models. `clicks` are made up: half of their ids are new ones, which are the most popular while they
+are young, so that a model that did not learn today does not know them.
 """
 
 from __future__ import annotations
@@ -33,7 +39,7 @@ import torch
 import yaml
 
 from shoal.checkpoint import CheckpointStore
-from shoal.data import flights
+from shoal.data import SyntheticClicks, flights
 from shoal.metrics import auc
 from shoal.report import Chart, Series, chart_html, page
 from shoal.serve.client import ReplicaSet
@@ -41,19 +47,30 @@ from shoal.serve.client import ReplicaSet
 SHOAL = (sys.executable, "-m", "shoal.cli")
 CONFIG = "examples/flights.yaml"
 DAY_S = 86_400
-LANDED_S = 8 * 3600  # after its departure a flight's outcome is known
-MODEL = "flights"
+CLICKS = {
+    "num_features": 8, "vocabulary": 1000, "fresh_share": 0.5, "fresh_per_example": 0.01,
+    "num_dense": 2, "signal": 1.0,
+}  # fmt: skip
+BASE_CLICKS, CLICKS_A_DAY = 60_000, 2_000
+MODEL = "online"
 NAMES = ("live", "daily")
+SEED = 2013
 BOOTSTRAPS = 500
 
 
 @dataclass
 class Stream:
-    """Flights of the days, in order of departure."""
+    """Events of some days, in order of time.
+
+    lists: whether a feature is of lists. known_s: after so long an event's outcome is known.
+    """
 
     inputs: dict[str, np.ndarray]
     labels: np.ndarray
     times_s: np.ndarray
+    lists: dict[str, bool]
+    dense: tuple[str, ...]
+    known_s: int
 
     @classmethod
     def of_november(cls, days: int) -> Stream:
@@ -77,31 +94,46 @@ class Stream:
             inputs[one.name], inputs[f"{one.name}_lengths"] = padded, lengths.astype(np.int64)
         assert batch.dense is not None
         inputs["dense"] = batch.dense.numpy()
-        return cls(inputs, batch.labels.numpy(), times[kept].numpy())
+        lists = {one.name: one.is_list for one in flights.RECIPE.ids}
+        times_s = times[kept].numpy()
+        return cls(inputs, batch.labels.numpy(), times_s, lists, flights.DENSE, 8 * 3600)
+
+    @classmethod
+    def of_clicks(cls, days: int) -> Stream:
+        """The days after those that the base model has seen."""
+        made = SyntheticClicks(examples=days * CLICKS_A_DAY, first=BASE_CLICKS, seed=SEED, **CLICKS)
+        batch = made.take(torch.arange(len(made)))
+        assert batch.dense is not None
+        inputs = {name: batch.ids[name].values.numpy() for name in made.features}
+        inputs["dense"] = batch.dense.numpy()
+        times_s = flights.SPLIT_S + np.arange(len(made)) * (DAY_S // CLICKS_A_DAY)
+        dense = tuple(f"d{number}" for number in range(made.num_dense))
+        lists = dict.fromkeys(made.features, False)
+        return cls(inputs, batch.labels.numpy(), times_s, lists, dense, 600)
 
     def write(self, path: Path) -> None:
         """A Parquet file that trains the same examples."""
         columns: dict[str, pa.Array] = {}
-        for one in flights.RECIPE.ids:
-            ids = self.inputs[one.name]
-            if one.is_list:
-                lengths = self.inputs[f"{one.name}_lengths"]
+        for name, is_list in self.lists.items():
+            ids = self.inputs[name]
+            if is_list:
+                lengths = self.inputs[f"{name}_lengths"]
                 used = ids[np.arange(ids.shape[1]) < lengths[:, None]]
                 offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-                columns[one.name] = pa.ListArray.from_arrays(offsets, pa.array(used))
+                columns[name] = pa.ListArray.from_arrays(offsets, pa.array(used))
             else:
-                columns[one.name] = pa.array(ids)
-        for number, name in enumerate(flights.DENSE):
+                columns[name] = pa.array(ids)
+        for number, name in enumerate(self.dense):
             columns[name] = pa.array(self.inputs["dense"][:, number])
-        columns |= {"late": pa.array(self.labels), "departure": pa.array(self.times_s)}
+        columns |= {"outcome": pa.array(self.labels), "at": pa.array(self.times_s)}
         pq.write_table(pa.table(columns), path)
 
     def source(self, path: Path) -> dict[str, object]:
         """The settings of `data.source` for the file."""
-        ids = {one.name: {"is_list": True} if one.is_list else {} for one in flights.RECIPE.ids}
+        ids = {name: {"is_list": is_list} for name, is_list in self.lists.items()}
         return {
             "kind": "parquet", "paths": [str(path)], "eval_paths": [str(path)], "ids": ids,
-            "dense": list(flights.DENSE), "label": "late", "time": "departure",
+            "dense": list(self.dense), "label": "outcome", "time": "at",
         }  # fmt: skip
 
 
@@ -109,7 +141,7 @@ class Stream:
 class Seen:
     """What the client saw."""
 
-    first: int  # flight; those before it came while servers started
+    first: int  # event; those before it came while servers started
     scores: dict[str, list[np.ndarray]] = field(default_factory=lambda: {n: [] for n in NAMES})
     asked_ms: list[float] = field(default_factory=list)
     staleness_s: list[float] = field(default_factory=list)
@@ -118,7 +150,8 @@ class Seen:
 class Demo:
     """Processes that end with it."""
 
-    def __init__(self, out: Path, days: int, day_s: float) -> None:
+    def __init__(self, out: Path, stream: str, days: int, day_s: float) -> None:
+        self._kind = stream
         self._out, self._days, self._speed = out, days, DAY_S / day_s
         self._day_s = day_s
         self._running: list[subprocess.Popen[bytes]] = []
@@ -135,14 +168,17 @@ class Demo:
 
     def run(self) -> int:
         """The whole demo."""
-        print("training on January to October ...", flush=True)
+        print("training on what came before ...", flush=True)
         base = self._out / "base"
-        # Batch statistics of some minutes would follow the hour of the day.
-        shared = ("data.epochs=1", "baselines=[]", "model.batch_norm=false", f"output.dir={base}")
-        if self.start("train", CONFIG, *shared).wait():
+        before: dict[str, Any] = {"output": {"dir": str(base)}}
+        if self._kind == "clicks":
+            source = {"kind": "synthetic", "examples": BASE_CLICKS, "eval_examples": 1000, **CLICKS}
+            before["data"] = {"source": source, "batch_size": 64}
+        if self.start("train", self._config("before", before), "data.epochs=1").wait():
             raise SystemExit(f"demo: training failed; see {self._out}")
         (base,) = (config.parent for config in base.glob("*/config.yaml"))
-        stream = Stream.of_november(self._days)
+        streams = {"flights": Stream.of_november, "clicks": Stream.of_clicks}
+        stream = streams[self._kind](self._days)
         publisher, ports = f"tcp://127.0.0.1:{_free_port()}", [_free_port() for _ in range(6)]
         grpc = [f"127.0.0.1:{port}" for port in ports[:3]]
         http = [f"127.0.0.1:{port}" for port in ports[3:]]
@@ -151,44 +187,53 @@ class Demo:
             self._serve(online, grpc[number], http[number], "--follow", publisher)
         _wait_for(http[:2], "/v2/health/live")
         began_s = time.time() + 15
-        trainer = self.start("train", online, f"data.pace.clock_s={began_s}")
+        trainer = self.start("train", online, f"data.replay.clock_s={began_s}")
         # The daily one's first model is the trainer's first save.
         self._serve(str(_saved_run(self._out / "online", trainer)), grpc[2], http[2])
         _wait_for(http, "/v2/health/ready")
-        print(f"{len(stream.labels):,} flights of {self._days} days, {self._day_s:g} s a day")
+        print(f"{len(stream.labels):,} {self._kind} of {self._days} days, {self._day_s:g} s a day")
         with ReplicaSet(grpc[:2]) as live, ReplicaSet(grpc[2:]) as daily:
             seen = self._ask(stream, {"live": live, "daily": daily}, http[0], began_s)
         if not seen.staleness_s:
-            raise SystemExit("demo: all flights came before servers were ready; raise --day-s")
+            raise SystemExit("demo: all events came before servers were ready; raise --day-s")
         return self._report(stream, seen)
 
     def _serve(self, run: str, grpc: str, http: str, *more: str) -> None:
         self.start("serve", run, "--grpc", grpc, "--http", http, "--name", MODEL, *more)
 
     def _online(self, stream: Stream, base: Path, publisher: str) -> str:
-        """The config of the run that follows the flights: that of the base, changed."""
-        file = self._out / "november.parquet"
+        """The config of the run that follows the events."""
+        file = self._out / "events.parquet"
         stream.write(file)
-        since = datetime.fromtimestamp(stream.times_s[0] - LANDED_S, timezone.utc)
-        settings: dict[str, Any] = yaml.safe_load(Path(CONFIG).read_text())
-        settings |= {
+        since = datetime.fromtimestamp(int(stream.times_s[0]) - stream.known_s, timezone.utc)
+        online = {
             "output": {"dir": str(self._out / "online")},
             "data": {
                 "source": stream.source(file),
                 "batch_size": 32,
-                "pace": {"speed": self._speed, "since": since.isoformat()},
+                "replay": {"speed": self._speed, "since": since.isoformat()},
             },
-            "baselines": [],
             "eval": {"max_examples": 512},
             "publish": {"address": publisher, "dense_every_s": 1},
             "checkpoint": {"every_s": self._day_s, "warm_start": str(base)},
         }
+        return self._config("online", online, rates=(0.05, 0.05, 0.0001))
+
+    def _config(
+        self, name: str, changes: Mapping[str, Any], rates: tuple[float, ...] | None = None
+    ) -> str:
+        """The example's config, changed; with rates of its rows, biases and dense weights."""
+        settings: dict[str, Any] = yaml.safe_load(Path(CONFIG).read_text())
+        settings |= {"baselines": [], **changes}
+        # Batch statistics of some minutes would follow the hour of the day.
         settings["model"]["batch_norm"] = False
-        table = settings["tables"]["default"]
-        table["optimizer"]["lr"] = 0.02
-        table["bias"]["optimizer"]["lr"] = 0.01
-        settings["dense_optimizer"]["lr"] = 0.0001
-        path = self._out / "online.yaml"
+        table, dense = settings["tables"]["default"], settings["dense_optimizer"]
+        if self._kind == "clicks":
+            settings["features"] = {}
+            rates = rates or (0.05, 0.05, 0.001)
+        if rates is not None:
+            table["optimizer"]["lr"], table["bias"]["optimizer"]["lr"], dense["lr"] = rates
+        path = self._out / f"{name}.yaml"
         path.write_text(yaml.safe_dump(settings))
         return str(path)
 
@@ -232,13 +277,13 @@ class Demo:
             "difference, 95 % interval": f"{low:+.4f} to {high:+.4f}",
             "age of live rows, median and p99": f"{fresh[0]:.2f} s, {fresh[1]:.2f} s",
             "reply, median": f"{np.median(seen.asked_ms):.1f} ms",
-            "flights": f"{len(labels):,}",
+            self._kind: f"{len(labels):,}",
         }
         for name, value in facts.items():
             print(f"{name:34} {value}")
         axis = tuple(float(d + 1) for d in days)
         by_day = Chart(
-            title="AUC of each day", x_label="day of November", y_label="AUC",
+            title="AUC of each day", x_label="day", y_label="AUC",
             series=tuple(Series(name=n, x=axis, y=tuple(daily[n])) for n in NAMES),
         )  # fmt: skip
         most_s = max(2.0, float(fresh[1]))
@@ -254,10 +299,10 @@ class Demo:
         file = self._out / "online.html"
         subtitle = (
             f"Live replicas against a model that is loaded once a day: {len(days)} days of "
-            f"November, {self._day_s:g} s a day"
+            f"{self._kind}, {self._day_s:g} s a day"
         )
         grid = f'<div class="grid">{charts}</div>'
-        file.write_text(page("Flights, online", subtitle, facts, grid))
+        file.write_text(page("Online learning", subtitle, facts, grid))
         print(f"page: {file}")
         return 0
 
@@ -273,7 +318,7 @@ class Demo:
 
 
 def _interval(scores: Mapping[str, torch.Tensor], labels: torch.Tensor) -> tuple[float, float]:
-    """95 % bootstrap interval of the live AUC less the daily one, over flights."""
+    """95 % bootstrap interval of the live AUC less the daily one, over events."""
     generator = torch.Generator().manual_seed(2013)
     found = []
     for _ in range(BOOTSTRAPS):
@@ -329,12 +374,13 @@ def main() -> int:
     """Run the demo."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/demo-online"))
+    parser.add_argument("--stream", choices=("flights", "clicks"), default="flights")
     parser.add_argument("--days", type=int, default=10)
     parser.add_argument("--day-s", type=float, default=10.0)
     arguments = parser.parse_args()
     out = arguments.out / time.strftime("%Y%m%d-%H%M%S")
     out.mkdir(parents=True)
-    demo = Demo(out, arguments.days, arguments.day_s)
+    demo = Demo(out, arguments.stream, arguments.days, arguments.day_s)
     try:
         return demo.run()
     finally:

@@ -61,11 +61,13 @@ MONOLITH = PurePosixPath("src/shoal/compat/monolith")
 DATA, MODELS = PurePosixPath("src/shoal/data"), PurePosixPath("src/shoal/models")
 COUNTED_AS = {
     **{DATA / f"{name}.py": "learning" for name in ("expressions", "feature_set", "kinds")},
-    **{DATA / f"{name}.py": "learning" for name in ("quarantine", "values")},
+    **{DATA / f"{name}.py": "learning" for name in ("kafka", "quarantine", "streams", "values")},
     **{DATA / f"{name}.py": "learning" for name in ("samplers", "item_tree", "sampler_service")},
     **{MODELS / f"{name}.py": "learning" for name in ("crosses", "multi_task", "tasks")},
     MODELS / "user_item.py": "learning",
     PurePosixPath("src/shoal/compat/torchrec.py"): "learning",
+    PurePosixPath("src/shoal/config/streams.py"): "learning",
+    PurePosixPath("src/shoal/train/streaming.py"): "learning",
     PurePosixPath("src/shoal/optim/averaging.py"): "learning",
     PurePosixPath("src/shoal/train/dense_optimizers.py"): "learning",
     PurePosixPath("src/shoal/distributed/metrics.py"): "learning",

@@ -14,26 +14,31 @@ from torch import nn
 
 from shoal.comm.collectives import Collectives
 from shoal.config import tree
+from shoal.config.streams import replayed, stream_loader
 from shoal.config.tree import (
     FeatureSettings,
     FileSource,
     FlightsSource,
+    KafkaSource,
     RunConfig,
     SyntheticSource,
     TableSettings,
+    TableSource,
 )
 from shoal.data import (
     CsvSource,
+    Feed,
     IdFeature,
+    KafkaFeed,
     Loader,
     Order,
-    Pace,
     ParquetSource,
     Quarantine,
     RankShare,
     Recipe,
     Sampler,
     Source,
+    StreamLoader,
     SyntheticClicks,
     first_of,
     flights,
@@ -135,7 +140,10 @@ def _check_model(config: RunConfig, tasks: Sequence[Task]) -> None:
         allowed = f"labels that it predicts, with a loss each: {sorted(used)}"
         remedy = "Leave them out, or choose a model of several labels."
         raise ConfigError(f"tasks of model {model.kind}", ignored, allowed, remedy)
-    own = source.ids.get(model.id_feature or "") if isinstance(source, FileSource) else None
+    if softmax and getattr(source, "sample_rate", None) is not None:
+        allowed, remedy = "none: its negatives are other items of a batch", "Leave it out."
+        raise ConfigError(f"sample_rate of model {model.kind}", "one", allowed, remedy)
+    own = source.ids.get(model.id_feature or "") if isinstance(source, TableSource) else None
     if own is not None and own.is_list:
         got, remedy = f"the list {model.id_feature!r}", "Set model.item_id, or another target."
         raise ConfigError(f"items of model {model.kind}", got, "one id an example", remedy)
@@ -306,7 +314,7 @@ class RunData:
 
     features: tuple[str, ...]
     num_dense: int
-    train: Loader
+    train: Loader | StreamLoader
     evaluation: Loader
     quarantine: Quarantine | None = None
 
@@ -351,7 +359,8 @@ def open_data(
 
     Raises:
         ConfigError: nothing says what to evaluate on, or two settings do; batches of one example
-            with batch normalisation; a pace without event times.
+            with batch normalisation; a replay without event times; epochs or shuffling of a
+            stream.
         DataError: a file that is missing, empty or malformed, or no examples on one side.
     """
     settings = config.data
@@ -360,6 +369,8 @@ def open_data(
         rank = share.rank if share else config.distributed.worker
         quarantine = Quarantine(**settings.quarantine.model_dump(), rank=rank)
     training, evaluation = _sides(config, quarantine)
+    since = None if settings.replay is None else settings.replay.since
+    training = replayed(config, training, None if since is None else _seconds(since))
     pins = resolve_device(config.device).startswith("cuda")
     # Of one value there is no variance.
     normalises = getattr(config.model, "batch_norm", False)
@@ -372,28 +383,34 @@ def open_data(
             allowed="2 or more examples, over all ranks",
             remedy="Use larger batches, or no batch normalisation.",
         )
-    order = Order(
-        passes=settings.epochs,
-        shuffle=settings.shuffle,
-        window=settings.shuffle_window,
-        seed=config.seed,
-    )
-    return RunData(
-        features=training.features,
-        num_dense=training.num_dense,
-        train=Loader(
+    # Workers without a process group normalise over their own examples.
+    least = 2 * workers if normalises else workers
+    if not isinstance(training, Source):
+        if settings.sampler is not None:
+            remedy = "Leave data.sampler out."
+            raise ConfigError("data.sampler", "a stream", "examples of files", remedy)
+        train: Loader | StreamLoader = stream_loader(config, training, share, training_share, least)
+    else:
+        train = Loader(
             first_of(training, settings.max_examples),
             settings.batch_size,
-            order=order,
+            order=Order(
+                passes=settings.epochs,
+                shuffle=settings.shuffle,
+                window=settings.shuffle_window,
+                seed=config.seed,
+            ),
             share=training_share,
             prefetch=settings.prefetch,
             pin_memory=pins,
-            # Workers without a process group normalise over their own examples.
-            least=2 * workers if normalises else workers,
+            least=least,
             short=settings.last_batch,
-            pace=_pace(config),
             sampler=_sampler(config, collectives),
-        ),
+        )
+    return RunData(
+        features=training.features,
+        num_dense=training.num_dense,
+        train=train,
         evaluation=Loader(
             first_of(evaluation, config.eval.max_examples),
             config.eval.batch_size,
@@ -405,20 +422,25 @@ def open_data(
     )
 
 
-def _sides(config: RunConfig, quarantine: Quarantine | None) -> tuple[Source, Source]:
+def _sides(config: RunConfig, quarantine: Quarantine | None) -> tuple[Source | Feed, Source]:
     source, at_s = config.data.source, _split_s(config)
     if isinstance(source, SyntheticSource):
         return _synthetic(source, config.seed)
     if isinstance(source, FlightsSource):
         from_s = flights.SPLIT_S if at_s is None else at_s
         return split_by_time(flights.load(fit_before_s=from_s).examples, from_s)
-    if (at_s is None) == (not source.eval_paths):
+    streams = isinstance(source, KafkaSource)
+    if (at_s is None) == (not source.eval_paths) or (streams and at_s is not None):
         raise ConfigError(
             "what to evaluate on",
-            got="neither" if at_s is None else "data.split and data.source.eval_paths",
-            allowed="one of data.split (a time) and data.source.eval_paths (files)",
+            got="data.split and data.source.eval_paths" if source.eval_paths else at_s or "neither",
+            allowed="one of data.split (a time, not of a stream) and data.source.eval_paths",
             remedy="Set one of them.",
         )
+    recipe = _recipe(source)
+    if isinstance(source, KafkaSource):
+        feed = KafkaFeed(source.stream, recipe, quarantine, config.name)
+        return feed, ParquetSource(source.eval_paths, recipe, quarantine=quarantine)
     training = _files(source, source.paths, quarantine)
     if at_s is None:
         return training, _files(source, source.eval_paths, quarantine)
@@ -434,21 +456,6 @@ def _seconds(at: datetime) -> float:
     return (at if at.tzinfo else at.replace(tzinfo=timezone.utc)).timestamp()
 
 
-def _pace(config: RunConfig) -> Pace | None:
-    settings, source = config.data.pace, config.data.source
-    if settings is None:
-        return None
-    if isinstance(source, FileSource) and source.time is None:
-        raise ConfigError(
-            "data.pace",
-            got="data.source.time: null",
-            allowed="examples with event times",
-            remedy="Set data.source.time to the column of event times, or leave data.pace out.",
-        )
-    since_s = None if settings.since is None else _seconds(settings.since)
-    return Pace(speed=settings.speed, since_s=since_s, clock_s=settings.clock_s)
-
-
 def _sampler(config: RunConfig, collectives: Collectives | None) -> Sampling | None:
     settings, source = config.data.sampler, config.data.source
     if settings is None:
@@ -462,8 +469,8 @@ def _sampler(config: RunConfig, collectives: Collectives | None) -> Sampling | N
     return opener()
 
 
-def _recipe(settings: FileSource) -> Recipe:
-    shared = {"label", "dense", "dense_fill", "time", "weight", "group"}
+def _recipe(settings: TableSource) -> Recipe:
+    shared = {"label", "dense", "dense_fill", "time", "weight", "group", "sample_rate"}
     return Recipe(
         ids=tuple(IdFeature(name=name, **own.model_dump()) for name, own in settings.ids.items()),
         computed=settings.features,

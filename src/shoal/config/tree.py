@@ -31,6 +31,7 @@ from shoal.data.feature_set import (
     FeatureSpec,
     sequence_group,
 )
+from shoal.data.kafka import Kafka
 from shoal.data.kinds import KINDS
 from shoal.data.samplers import SamplerSettings
 from shoal.errors import ConfigError, UnknownName, unknown_name
@@ -350,15 +351,15 @@ class IdSettings(Section):
     max_length: Count | None = None
 
 
-class FileSource(Section):
-    """What Parquet and CSV files share: which columns are what.
+class TableSource(Section):
+    """What files and streams share: which columns are what.
 
-    `eval_paths` are files to evaluate on; without them `data.split` divides `paths` by time.
+    `eval_paths` are files to evaluate on, Parquet for a stream.
     `features` are computed of columns (`shoal.data.feature_set`); one of `ids` and `features` is
-    needed. Of several labels the first is that of models with one output.
+    needed. Of several labels the first is that of models with one output. `sample_rate` is the
+    chance with which negatives were kept: a number, or a column of it.
     """
 
-    paths: tuple[str, ...]
     eval_paths: tuple[str, ...] = ()
     ids: dict[str, IdSettings] = Field(default_factory=dict)
     features: Features = Field(default_factory=lambda: FeatureSet(()))
@@ -368,6 +369,13 @@ class FileSource(Section):
     time: str | None = None
     weight: str | None = None
     group: str | None = None
+    sample_rate: str | float | None = None
+
+
+class FileSource(TableSource):
+    """Files; without `eval_paths` `data.split` divides `paths` by time."""
+
+    paths: tuple[str, ...]
 
 
 class ParquetFiles(FileSource):
@@ -380,6 +388,13 @@ class CsvFiles(FileSource):
     """CSV files with a header line; a list of ids is text with blanks between them."""
 
     kind: Literal["csv"] = "csv"
+
+
+class KafkaSource(TableSource):
+    """Records of a Kafka topic; `stream` has the settings of `shoal.data.Kafka`."""
+
+    kind: Literal["kafka"] = "kafka"
+    stream: Annotated[Kafka, _Built(lambda value: build_record(value, Kafka, "stream"))]
 
 
 class SyntheticSource(Section):
@@ -400,18 +415,21 @@ class SyntheticSource(Section):
 
 
 SourceSettings = Annotated[
-    FlightsSource | ParquetFiles | CsvFiles | SyntheticSource, Field(discriminator="kind")
+    FlightsSource | ParquetFiles | CsvFiles | KafkaSource | SyntheticSource,
+    Field(discriminator="kind"),
 ]
 
 
-class PaceSettings(Section):
-    """Train recorded events at the pace at which they came, `speed` times as fast.
+class ReplaySettings(Section):
+    """Train recorded events as a stream, each once it is due: by its time, `speed` times as fast as
+    it came, or `rate` of them a second; with neither, all at once.
 
-    The event time `since` (UTC unless it says otherwise; None: that of the first batch) is due at
+    The event time `since` (UTC unless it says otherwise; None: that of the first example) is due at
     `clock_s`, seconds since 1970 (None: when training begins).
     """
 
-    speed: Annotated[float, Field(gt=0, le=1e9)] = 1.0
+    speed: Annotated[float | None, Field(gt=0, le=1e9)] = None
+    rate: Annotated[float | None, Field(gt=0, le=1e9)] = None
     since: datetime | None = None
     clock_s: Annotated[float, Field(ge=0, le=1e11)] | None = None
 
@@ -450,8 +468,8 @@ class DataSettings(Section):
     prefetch: Few = 2
     last_batch: Literal["merge", "drop"] = "merge"
     max_examples: Examples | None = None
-    pace: PaceSettings | None = None
     sampler: SamplerRule = None
+    replay: ReplaySettings | None = None
     quarantine: Annotated[QuarantineSettings | None, BeforeValidator(_by_path)] = None
 
 

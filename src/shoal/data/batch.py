@@ -31,6 +31,9 @@ class Batch:
         position: examples of the run consumed once this batch is, over all ranks; where a loader
             continues after it.
         negatives: of items that follow the B examples in `ids`; None: there are none.
+        places: of a stream: where this rank's partitions continue after it.
+        rates: float32 [B], with which chance an example like this one was kept if it is a
+            negative (`shoal.models.tasks.sampled_logits`); None: all were.
     """
 
     ids: KeyedRagged
@@ -43,6 +46,8 @@ class Batch:
     position: int = 0
     more_labels: Tensor | None = None
     negatives: Negatives | None = None
+    places: Mapping[str, tuple[int, int]] | None = None
+    rates: Tensor | None = None
 
     @property
     def labels_BT(self) -> Tensor:
@@ -80,10 +85,13 @@ class Batch:
             times_B=None if self.times_B is None else move(self.times_B),
             groups_B=None if self.groups_B is None else move(self.groups_B),
             negatives=None if self.negatives is None else self.negatives.moved(move),
+            rates=None if self.rates is None else move(self.rates),
         )
 
 
 _Array = np.ndarray[Any, Any]
+LEAST_RATE = 1e-9
+"""Chances of negatives to be kept are not lower."""
 
 
 class TensorSource:
@@ -98,6 +106,7 @@ class TensorSource:
         groups: int64 [N], whom each belongs to, for metrics by group, or None.
         weights: float [N], finite and at least 0, or None.
         id_weights: feature name -> float32, one for each of its ids; ids of other features weigh 1.
+        rates: float [N], above 0 and up to 1, as `Batch.rates`, or None.
 
     Raises:
         InputError: no features, or a label, dense value or weight that is not so.
@@ -116,9 +125,10 @@ class TensorSource:
         weights: Tensor | None = None,
         id_weights: Mapping[str, Tensor] | None = None,
         more_labels: Tensor | None = None,
+        rates: Tensor | None = None,
     ) -> None:
         size = labels.shape[0] if labels.ndim == 1 else -1
-        others = {"times_s": times_s, "groups": groups, "weights": weights}
+        others = {"times_s": times_s, "groups": groups, "weights": weights, "rates": rates}
         _check(ids, labels, size, {"dense": dense, "more_labels": more_labels, **others})
         self._features = tuple(ids)
         self._ids = dict(ids)
@@ -129,11 +139,13 @@ class TensorSource:
         )
         self._groups = groups
         self._weights = None if weights is None else weights.float()
+        self._rates = None if rates is None else rates.float()
         self._more_labels = None if more_labels is None else more_labels.float().contiguous()
         _check_values("labels", self._labels, low=0.0, high=1.0)
         _check_values("more_labels", self._more_labels, low=0.0, high=1.0)
         _check_values("dense", self._dense)
         _check_values("weights", self._weights, low=0.0)
+        _check_values("rates", self._rates, low=LEAST_RATE, high=1.0)
         self._id_weights = {name: own.float() for name, own in (id_weights or {}).items()}
         self._check_id_weights()
         self._runs = _runs_of(self._ids)
@@ -190,6 +202,7 @@ class TensorSource:
             times_B=torch.from_numpy(times_B),
             groups_B=_maybe_rows(self._groups, rows),
             more_labels=_maybe_rows(self._more_labels, rows),
+            rates=_maybe_rows(self._rates, rows),
         )
 
     def _weights_at(self, part: Ragged, at_N: _Array) -> _Array:
@@ -227,6 +240,7 @@ class TensorSource:
             weights=None if self._weights is None else self._weights[rows_M],
             id_weights=id_weights,
             more_labels=None if self._more_labels is None else self._more_labels[rows_M],
+            rates=None if self._rates is None else self._rates[rows_M],
         )
 
 
@@ -255,6 +269,7 @@ def join(parts: Sequence[TensorSource]) -> TensorSource:
             name: torch.cat([part._id_weights[name] for part in parts]) for name in weighted
         },
         more_labels=_maybe_cat([part._more_labels for part in parts]),
+        rates=_maybe_cat([part._rates for part in parts]),
     )
 
 

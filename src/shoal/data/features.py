@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.data import columns
-from shoal.data.batch import TensorSource
+from shoal.data.batch import LEAST_RATE, TensorSource
 from shoal.data.columns import Rows
 from shoal.data.feature_set import Evaluated, FeatureSet, ModelInputs
 from shoal.data.kinds import cross
@@ -79,6 +79,8 @@ class Recipe:
         weight: a column of finite numbers of at least 0.
         group: a column of ids, for metrics by group; it may be a feature, too.
         computed: features computed of columns, after `ids` and `dense`.
+        sample_rate: the chance with which a negative like this example was kept, above 0 and up to
+            1: a number, or a column of it, which positives have, too.
 
     Raises:
         ConfigError: no feature with ids, a name twice, a column in roles that exclude each other,
@@ -93,6 +95,7 @@ class Recipe:
     weight: str | None = None
     group: str | None = None
     computed: FeatureSet = field(default_factory=lambda: FeatureSet(()))
+    sample_rate: str | float | None = None
 
     def __post_init__(self) -> None:
         if not self.labels:
@@ -107,14 +110,19 @@ class Recipe:
             raise ConfigError(
                 "dense_fill", got=self.dense_fill, allowed="a finite number", remedy="Set one."
             )
+        rate = self.sample_rate
+        if isinstance(rate, float | int) and not LEAST_RATE <= rate <= 1:
+            allowed, remedy = "above 0, up to 1, or a column", "Set it to one."
+            raise ConfigError("sample_rate", got=rate, allowed=allowed, remedy=remedy)
         self._check_roles()
 
     def _check_roles(self) -> None:
         lists = {name for feature in self.ids if feature.is_list for name in feature.columns}
         single = [name for feature in self.ids if not feature.is_list for name in feature.columns]
         others = [*lists, *dict.fromkeys(single), *self.dense, self.time, self.weight, self.group]
-        others += self.computed.columns
+        others += [*self.computed.columns, self._rate_column]
         numbers = [*self.dense, *self.labels, self.time, self.weight, self.group]
+        numbers.append(self._rate_column)
         for name, got, is_wrong in [
             *((name, "the label and something else", name in others) for name in self.labels),
             *((name, "a label twice", self.labels.count(name) > 1) for name in self.labels),
@@ -147,8 +155,12 @@ class Recipe:
     @property
     def columns(self) -> list[str]:
         """Every column that is read, each once."""
-        others = (*self.labels, self.time, self.weight, self.group)
+        others = (*self.labels, self.time, self.weight, self.group, self._rate_column)
         return list(dict.fromkeys([*self.input_columns, *(n for n in others if n is not None)]))
+
+    @property
+    def _rate_column(self) -> str | None:
+        return self.sample_rate if isinstance(self.sample_rate, str) else None
 
     @property
     def input_columns(self) -> list[str]:
@@ -186,11 +198,18 @@ def encode(
     recipe.check_columns(table.schema.names, where)
     rows = Rows(where, first_row, spelled)
     found = _evaluated(table, recipe, rows)
-    others = (*recipe.labels, recipe.time, recipe.weight, recipe.group)
+    rate = recipe.sample_rate
+    rate_column = rate if isinstance(rate, str) else None
+    others = (*recipe.labels, recipe.time, recipe.weight, recipe.group, rate_column)
     there = {name: columns.decoded(table.column(name)) for name in others if name is not None}
     weights = None
     if recipe.weight is not None:
         weights = columns.numbers(there[recipe.weight], recipe.weight, rows, low=0.0)
+    rates = None
+    if isinstance(rate, str):
+        rates = columns.numbers(there[rate], rate, rows, low=LEAST_RATE, high=1.0)
+    elif rate is not None:
+        rates = torch.full((table.num_rows,), float(rate), device="cpu")
     first, *more = (
         columns.numbers(there[name], name, rows, low=0.0, high=1.0) for name in recipe.labels
     )
@@ -207,6 +226,7 @@ def encode(
         else columns.ids(there[recipe.group], recipe.group, rows),
         weights=weights,
         id_weights=found.weights,
+        rates=rates,
     )
 
 

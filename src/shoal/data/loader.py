@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -45,11 +44,11 @@ class Order:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _require("passes", self.passes, self.passes >= 1, "at least 1")
-        _require("window", self.window, self.window is None or self.window >= 1, "None, or 1 up")
+        require("passes", self.passes, self.passes >= 1, "at least 1")
+        require("window", self.window, self.window is None or self.window >= 1, "None, or 1 up")
         kinds = ("never", "replays", "always")
-        _require("shuffle", self.shuffle, self.shuffle in kinds, " | ".join(kinds))
-        _require("seed", self.seed, self.seed >= 0, "at least 0")
+        require("shuffle", self.shuffle, self.shuffle in kinds, " | ".join(kinds))
+        require("seed", self.seed, self.seed >= 0, "at least 0")
 
     def rows(self, size: int, number: int, start: int, stop: int) -> Tensor:
         """Numbers of the examples at places start..stop-1 of a pass over `size`, int64."""
@@ -83,46 +82,13 @@ class RankShare:
 
     def __post_init__(self) -> None:
         allowed = f"0..{self.world_size - 1}"
-        _require("rank", self.rank, 0 <= self.rank < self.world_size, allowed)
+        require("rank", self.rank, 0 <= self.rank < self.world_size, allowed)
 
     def of(self, start: int, stop: int) -> tuple[int, int]:
         """This rank's part of the batch start..stop-1: even, contiguous, maybe empty."""
         size = stop - start
         cut = start + size * self.rank // self.world_size
         return cut, start + size * (self.rank + 1) // self.world_size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """When recorded events come, as if they happened now.
-
-    Args:
-        speed: seconds of event time that pass in a second.
-        since_s: the event time that is due at `clock_s`; None: that of the first batch.
-        clock_s: seconds since 1970 on this machine's clock; None: at the first batch.
-
-    Raises:
-        ConfigError: a speed of 0 or less.
-    """
-
-    speed: float
-    since_s: float | None = None
-    clock_s: float | None = None
-
-    def __post_init__(self) -> None:
-        _require("speed", self.speed, self.speed > 0, "more than 0")
-
-    def paced(self, batches: Generator[Batch]) -> Generator[Batch]:
-        """Each batch once its last event is due; a rank's empty ones at once."""
-        since_s = self.since_s
-        clock_s = time.time() if self.clock_s is None else self.clock_s
-        with closing(batches):
-            for batch in batches:
-                if len(times_B := batch.event_times_B):
-                    since_s = float(times_B.min()) if since_s is None else since_s
-                    due_s = clock_s + (float(times_B.max()) - since_s) / self.speed
-                    time.sleep(max(0.0, due_s - time.time()))
-                yield batch
 
 
 class Loader:
@@ -144,7 +110,6 @@ class Loader:
             host waiting.
         least: examples that every batch has, over all ranks; batch normalisation takes 2.
         short: what becomes of a last batch with less.
-        pace: when batches come; None: as fast as they are taken.
         sampler: draws items that follow a batch's examples, by pass, place and rank; None: none.
 
     Attributes:
@@ -167,13 +132,12 @@ class Loader:
         pin_memory: bool = False,
         least: int = 1,
         short: Short = "merge",
-        pace: Pace | None = None,
         sampler: Sampling | None = None,
     ) -> None:
-        _require("least", least, least >= 1, "at least 1")
-        _require("batch_size", batch_size, batch_size >= least, f"at least {least}")
-        _require("prefetch", prefetch, prefetch >= 0, "at least 0")
-        _require("short", short, short in ("merge", "drop"), "merge | drop")
+        require("least", least, least >= 1, "at least 1")
+        require("batch_size", batch_size, batch_size >= least, f"at least {least}")
+        require("prefetch", prefetch, prefetch >= 0, "at least 0")
+        require("short", short, short in ("merge", "drop"), "merge | drop")
         size = len(source)
         if size < least:
             remedy = "Check the files and the split."
@@ -193,7 +157,6 @@ class Loader:
         self._least_of_share = least // self.share.world_size
         self._prefetch = prefetch
         self._pin_memory = pin_memory
-        self._pace = pace
         self._sampler = sampler
 
     @property
@@ -205,6 +168,16 @@ class Loader:
     def examples(self) -> int:
         """Examples of all passes that come, over all ranks."""
         return len(self.source) * self.order.passes - self.dropped
+
+    @property
+    def size(self) -> int | None:
+        """Examples of a pass."""
+        return len(self.source)
+
+    @property
+    def most_batches(self) -> int:
+        """Batches of all passes."""
+        return len(self)
 
     def __len__(self) -> int:
         """Batches of all passes."""
@@ -228,11 +201,8 @@ class Loader:
             ConfigError: a position that no batch of this loader ends at.
         """
         places = self._places(position)
-        if self._prefetch:
-            batches = _ahead(places, self._batch, self._prefetch)
-        else:
-            batches = (self._batch(*place) for place in places)
-        return self._pace.paced(batches) if self._pace else batches
+        batches = (self._batch(*place) for place in places)
+        return ahead(batches, self._prefetch) if self._prefetch else batches
 
     def _places(self, position: int) -> Iterator[tuple[int, int, int]]:
         size = len(self.source)
@@ -241,7 +211,7 @@ class Loader:
         ends_batch = start % self.batch_size == 0 and start < self._stop
         ends_batch = ends_batch and 0 <= position <= whole
         allowed = f"multiples of {self.batch_size} in a pass of {size}, up to {whole}"
-        _require("position", position, ends_batch, allowed)
+        require("position", position, ends_batch, allowed)
         return self._from(number, start)
 
     def _from(self, number: int, start: int) -> Iterator[tuple[int, int, int]]:
@@ -267,12 +237,13 @@ class Loader:
         return batch.pin_memory() if self._pin_memory else batch
 
 
-def _ahead(
-    places: Iterator[tuple[int, int, int]],
-    make: Callable[[int, int, int], Batch],
-    depth: int,
+def ahead(
+    batches: Generator[Batch], depth: int, *, leave_s: float | None = None
 ) -> Generator[Batch]:
-    """Make batches in a thread, at most `depth` ahead; its errors are raised here."""
+    """Batches made by a thread, at most `depth` ahead; its errors are raised here.
+
+    leave_s: how long to wait for the thread at the end; None: until it is done.
+    """
     ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=depth)
     stopped = threading.Event()
 
@@ -287,9 +258,10 @@ def _ahead(
 
     def work() -> None:
         try:
-            for place in places:
-                if not put(make(*place)):
-                    return
+            with closing(batches):
+                for batch in batches:
+                    if not put(batch):
+                        return
             put(None)
         except BaseException as error:  # noqa: BLE001 - raised again where the batch is awaited
             put(error)
@@ -303,10 +275,15 @@ def _ahead(
             yield item
     finally:
         stopped.set()
-        thread.join()
+        thread.join(leave_s)
 
 
-def _require(name: str, got: object, is_fine: bool, allowed: str) -> None:
+def require(name: str, got: object, is_fine: bool, allowed: str) -> None:
+    """Check a setting of a loader.
+
+    Raises:
+        ConfigError: it is not fine.
+    """
     if not is_fine:
         remedy = "Change the setting."
         raise ConfigError(f"{name} of a loader", got=got, allowed=allowed, remedy=remedy)

@@ -192,7 +192,7 @@ class ParquetSource:
         if file.metadata.num_rows == 0:
             raise _empty(path)
         if self._quarantine is not None and self._quarantine.same_columns and self._files:
-            _check_same_columns(path, file.schema_arrow, self._files[0].schema_arrow)
+            check_same_columns(path, file.schema_arrow, self._files[0].schema_arrow)
         return file
 
     @property
@@ -355,7 +355,7 @@ class CsvSource:
             names = _csv_header(path, self.recipe)
             if self.quarantine is not None and self.quarantine.same_columns:
                 header.append(names)
-                _check_same_columns(path, names, header[0])
+                check_same_columns(path, names, header[0])
             return _csv_examples(path, self.recipe, self.quarantine)
 
         examples = join([part for _, part in _usable(self.paths, read, self.quarantine)])
@@ -426,7 +426,7 @@ def _good_rows(
     return join(parts), places_N, sorted_out.bad
 
 
-def _check_same_columns(path: Path, own: pa.Schema, first: pa.Schema) -> None:
+def check_same_columns(path: Path, own: pa.Schema, first: pa.Schema) -> None:
     """Check that a file has the columns of the first file, of the same types, in any order."""
     mine, theirs = ({one.name: str(one.type) for one in schema} for schema in (own, first))
     names = sorted(mine.keys() | theirs.keys())

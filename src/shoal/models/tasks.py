@@ -182,6 +182,23 @@ class InBatchSoftmax:
         return outputs[:, 0] if self.own_first else outputs.diagonal()
 
 
+def sampled_logits(outputs: Tensor, rates_B: Tensor) -> Tensor:
+    """Logits of the stream that a model trains on, of which negatives were left out.
+
+    Where a negative is kept with chance r, odds of a positive are those of all examples, divided by
+    r: logit - ln r, as Monolith's `LogitCorrection` (native_training/layers/logit_correction.py)
+    without `sample_bias`. The loss is of these, so that the model's own logits are of all examples
+    and need nothing in serving. Inverts the re-calibration p / (p + (1 - p) / r) of He et al.,
+    Practical Lessons from Predicting Clicks on Ads at Facebook (2014), section 6.3.
+
+    Args:
+        outputs: logits [B], or [B, T] of tasks.
+        rates_B: r of each example, of positives, too: float32 [B], above 0 and up to 1.
+    """
+    shift_B = rates_B.log()
+    return outputs - (shift_B if outputs.ndim == 1 else shift_B.unsqueeze(1))
+
+
 def tasks_of(
     labels: Sequence[str], settings: Mapping[str, TaskSettings], *, many: bool = True
 ) -> tuple[Task, ...]:

@@ -24,7 +24,7 @@ from shoal.embedding.collection import EmbeddingCollection
 from shoal.errors import ConfigError
 from shoal.exchange.wire import Wire
 from shoal.models import Predicted
-from shoal.models.tasks import AMP_DTYPES, inputs_of_ids, outputs_of
+from shoal.models.tasks import AMP_DTYPES, inputs_of_ids, outputs_of, sampled_logits
 from shoal.models.user_item import ItemFrequency
 from shoal.optim import JointOptimizer, ParameterAverage, SparseOptimizer, clip_grad_norm_
 from shoal.planner import Plan
@@ -252,7 +252,7 @@ class Learner:
         total = sum(window_weight(batch) for batch in window) or 1.0
         seen: list[Tensor] = []
         for batch in map(self._moved, window):
-            outputs = self.model(batch)
+            outputs = self._trained(batch)
             loss = self.scaled(self._loss_sum(outputs, batch) / total)
             # In this thread: a GPU's backward thread costs the host more than what it launches.
             with torch.autograd.set_multithreading_enabled(False):
@@ -263,12 +263,16 @@ class Learner:
 
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(mean loss of a batch, times the loss scale; logits); 0 for a batch of no weight."""
-        outputs = self.model(batch)
+        outputs = self._trained(batch)
         if batch.weights is None:
             mean = self._loss_sum(outputs, batch) / max(batch.labels.numel(), 1)
         else:
             mean = self._loss_sum(outputs, batch) / batch.weights.sum().clamp_min(1e-30)
         return self.scaled(mean), self._objective.logits(outputs)
+
+    def _trained(self, batch: Batch) -> Tensor:
+        outputs: Tensor = self.model(batch)
+        return outputs if batch.rates is None else sampled_logits(outputs, batch.rates)
 
     def _loss_sum(self, outputs: Tensor, batch: Batch) -> Tensor:
         return self._objective.loss_sum(outputs, batch.labels_BT, batch.weights)

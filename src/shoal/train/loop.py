@@ -237,6 +237,7 @@ def train(
             recorder.add(trained.window, split_all(predicted, trained.logits))
             observer.stepped()
             run_state.position = trained.window[-1].position
+            run_state.places = trained.window[-1].places
             done = run_state.position if ranks.many else recorder.examples
             if done >= run_state.next_point:
                 run_state.check()

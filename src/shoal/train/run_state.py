@@ -26,6 +26,7 @@ class RunState:
     Attributes:
         recorder: metrics and curves.
         position: global samples that all steps so far have consumed.
+        places: of a stream: where its partitions continue; None: it has no places.
         next_point: examples at which the next point of the curves is due.
         course: what evaluations on the way have found.
         evict_due_s: event time of the next eviction; None: the first batches settle it.
@@ -42,6 +43,7 @@ class RunState:
         self._began_s: float | None = None
         self.recorder = Recorder(columns_of(one.predicted for one in learners), ranks)
         self.position = 0
+        self.places: Mapping[str, tuple[int, int]] | None = None
         self.course: dict[str, Any] = {}
         self.evict_due_s: int | None = None
         self.trained_s = 0.0
@@ -76,8 +78,13 @@ class RunState:
         seconds = torch.tensor([self.train_s], dtype=torch.float64, device="cpu")
         train_s = self.ranks.total(seconds, what="training time to save").item()
         whole, own = self.recorder.state()
+        places: dict[str, tuple[int, int]] = {}
+        if self.places is not None:
+            for one in self.ranks.gathered(dict(self.places), what="places in a stream"):
+                places |= {name: max(at, places.get(name, at)) for name, at in one.items()}
         state = {
             "position": self.position,
+            "places": None if self.places is None else places,
             "course": {what: dict(found) for what, found in self.course.items()},
             "next_point": self.next_point,
             "evict_due_s": self.evict_due_s,
@@ -104,6 +111,7 @@ class RunState:
         for one in self.learners:
             one.load_state(state["learners"][one.name])
         self.position, self.next_point = state["position"], state["next_point"]
+        self.places = state.get("places")
         self.course = {what: dict(found) for what, found in state.get("course", {}).items()}
         self.evict_due_s, self.trained_s = state["evict_due_s"], state["train_s"]
         self.recorder.load_state(state["recorder"], None if own is None else own["recorder"])

@@ -23,7 +23,7 @@ from shoal.comm.launch import early_control
 from shoal.comm.launch_environment import attempt
 from shoal.config import RunConfig, as_first_rank, require_same
 from shoal.config.build import RunData, build_parts, open_data
-from shoal.data import Batch
+from shoal.data import Batch, Loader
 from shoal.errors import ConfigError, DataError
 from shoal.metrics import BinaryResult
 from shoal.models import LogisticSettings, ModelSpec
@@ -54,6 +54,7 @@ from shoal.train.ranks import ALONE, Ranks, gather_ranks, scaled_by
 from shoal.train.resuming import LOGISTIC, find_beginning, job_of, plan_to_keep, restore
 from shoal.train.run_state import RunState
 from shoal.train.saving import Saver
+from shoal.train.streaming import streaming
 from shoal.train.summary import BASE_RATE, RunResult
 
 _PYTHONS_OWN = 10_000  # Python 3.12 begins with some hundred objects set aside
@@ -155,9 +156,11 @@ class _Opened:
     @property
     def stride(self) -> int:
         """Examples between two points of the curves."""
-        return max(1, self.data.train.examples // self.config.logging.points)
+        points = self.config.logging.points
+        examples = self.data.train.examples or 100 * points * self.config.data.batch_size
+        return max(1, examples // points)
 
-    def progress(self, title: str, examples: int) -> ProgressLine:
+    def progress(self, title: str, examples: int | None) -> ProgressLine:
         """A progress line for so many examples."""
         interval_s = self.config.logging.plain_interval_s
         return ProgressLine(self.console, title, examples, plain_interval_s=interval_s)
@@ -210,13 +213,13 @@ def _open(
             model,
             offered=data.features,
             num_dense=data.num_dense,
-            examples=len(data.train.source),
+            examples=data.train.size,
         )
         for name, model in models.items()
     }
     rate_of = partial(
         settled,
-        epoch_steps=-(-len(data.train) // config.data.epochs // config.accumulation),
+        epoch_steps=-(-data.train.most_batches // config.data.epochs // config.accumulation),
         factor=scaled_by(config.distributed.lr_scaling, ranks.world_size),
     )
     learners = [
@@ -267,7 +270,8 @@ def _closing(opened: _Opened) -> Iterator[None]:
     with ExitStack() as held:
         for learner in opened.learners:
             held.callback(learner.close)
-        held.callback(opened.data.train.close)
+        if isinstance(opened.data.train, Loader):
+            held.callback(opened.data.train.close)
         yield
 
 
@@ -279,7 +283,7 @@ def _run(
     check_publishing(config, opened.learners[0])
     _report_short(opened)
     has_events = _has_events(opened)
-    examples = len(data.train.source)
+    examples = data.train.size
     beginning = as_first_rank(
         ranks.control,
         lambda: find_beginning(config, resume, attempt(), examples),
@@ -435,14 +439,14 @@ def _train(
     if config.eval.every_steps is not None:
         evaluate = partial(_evaluate_on_the_way, opened, run_state, sink)
         course = Course(config, run_state, saver, evaluate, folder)
-    with old_objects_set_aside(), saver:
+    with old_objects_set_aside(), saver, streaming(data.train, run_state, ranks):
         train(
             run_state,
             data.train.batches(run_state.position),
             config.accumulation,
             saver,
             observer,
-            opened.progress("train", data.train.examples),
+            opened.progress("train", data.train.examples or None),
             sink,
             staleness=staleness if ranks.many or staleness else None,
             evict_every_s=config.evict_every_s if opened.learners[0].expires else None,
@@ -552,7 +556,7 @@ def _report_short(opened: _Opened) -> None:
     train = opened.data.train
     if not train.short_examples:
         return
-    each = f"the last {train.short_examples} of {len(train.source):,} examples of an epoch"
+    each = f"the last {train.short_examples} of {train.size:,} examples of an epoch"
     becomes = "joins the batch before"
     if train.short == "drop":
         becomes = f"is left out, {train.dropped:,} in all epochs"

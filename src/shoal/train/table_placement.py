@@ -136,7 +136,7 @@ def data_of(config: RunConfig) -> RunData:
 def inputs_of(config: RunConfig, parts: ModelParts, ranks: int) -> list[TableInput]:
     """What is to be planned for each table of a model, as it will be when all data was seen."""
     statistics = statistics_of(config, parts)
-    examples = len(data_of(config).train.source)
+    examples = data_of(config).train.size or 1 << 30  # of a stream nobody knows
     host = build_host_rows(config)
     return [
         table_input(

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
 
 from shoal import config
 from shoal.config.build import RunData, open_data
@@ -172,18 +174,53 @@ def test_batches_of_one_example_are_refused_with_batch_normalisation(file: str):
         open_data(settings)
 
 
-def test_a_pace_needs_event_times(file: str):
+def test_a_replay_needs_event_times_or_a_rate(file: str):
     untimed = {**SOURCE, "paths": [file], "eval_paths": [file], "time": None}
-    with pytest.raises(ConfigError, match=r"data\.pace: got data\.source\.time: null"):
-        opened(untimed, pace={})
+    with pytest.raises(ConfigError, match=r"data\.replay: got data\.source\.time: null"):
+        opened(untimed, replay={})
+    assert labels(opened(untimed, replay={"rate": 1000.0}).train) == COLUMNS["clicked"]
 
 
-def test_a_pace_holds_batches_back(file: str, monkeypatch: pytest.MonkeyPatch):
-    waits: list[float] = []
-    monkeypatch.setattr("shoal.data.loader.time.sleep", waits.append)
-    data = opened({**SOURCE, "paths": [file]}, split=LATER, pace={"speed": 0.001})
-    assert len(list(data.train)) == len(waits) == 2
-    assert waits == pytest.approx([10_000, 20_000], rel=0.01)  # 20 s and 30 s follow 10 s
+def test_a_replay_is_a_stream_in_order_of_time(file: str):
+    data = opened({**SOURCE, "paths": [file]}, split=LATER, replay={"speed": 100.0})
+    began_s = time.monotonic()
+    assert labels(data.train) == [1, 0, 0]
+    assert time.monotonic() - began_s >= 0.2  # from 10 s to 30 s
+
+
+@pytest.mark.parametrize("wrong", [{"epochs": 2}, {"shuffle": "always"}, {"shuffle_window": 3}])
+def test_a_stream_comes_once_and_in_order(file: str, wrong: dict[str, object]):
+    with pytest.raises(ConfigError, match=rf"data\.{next(iter(wrong))} of a stream"):
+        opened({**SOURCE, "paths": [file]}, split=LATER, replay={}, **wrong)
+
+
+KAFKA = {**SOURCE, "kind": "kafka", "stream": {"servers": ["127.0.0.1:1"], "topic": "clicks"}}
+
+
+def test_a_topic_of_a_config(file: str):
+    data = opened({**KAFKA, "eval_paths": [file]}, max_examples=5)
+    assert (data.features, data.num_dense) == (("user", "pair", "seen"), 1)
+    assert (data.train.size, data.train.examples) == (5, 5)
+    assert labels(data.evaluation) == COLUMNS["clicked"]
+    with pytest.raises(ConfigError, match="what to evaluate on"):
+        opened(KAFKA, split=LATER)
+    with pytest.raises(ConfigError, match=r"data\.replay: got a stream"):
+        opened({**KAFKA, "eval_paths": [file]}, replay={})
+    settings = config.from_mapping({"name": "t", "data": {"source": KAFKA}})
+    assert config.from_mapping(yaml.safe_load(config.to_yaml(settings))) == settings
+
+
+@pytest.mark.parametrize("rate", [0.25, "age"])
+def test_rates_of_negatives(tmp_path: Path, rate: object):
+    path = tmp_path / "sampled.parquet"
+    pq.write_table(pa.table({**COLUMNS, "age": [0.25] * 6}), path)
+    source = {**SOURCE, "dense": [], "paths": [str(path)], "sample_rate": rate}
+    for batch in opened(source, split=LATER).train:
+        assert batch.rates is not None
+        assert batch.rates.tolist() == [0.25] * len(batch.labels)
+    with pytest.raises((ConfigError, DataError), match=r"sample_rate|column 'age'"):
+        pq.write_table(pa.table({**COLUMNS, "age": [0.0] * 6}), path)
+        list(opened({**source, "sample_rate": 0.0 if rate == 0.25 else rate}, split=LATER).train)
 
 
 FEATURES = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.data import Batch, Loader, Order, Pace, RankShare, TensorSource
+from shoal.data import Batch, Loader, Order, RankShare, TensorSource
 from shoal.errors import ConfigError, DataError
 from shoal.ragged import Ragged
 
@@ -236,32 +236,3 @@ def test_too_few_examples_or_too_small_batches_are_refused():
         Loader(source(), 1, least=2)
     with pytest.raises(ConfigError, match="short"):
         Loader(source(), 5, short="keep")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize(
-    ("pace", "due"),
-    [
-        # The last events of the batches are at 90, 190 and 220 s.
-        (Pace(speed=10.0), [1009.0, 1019.0, 1022.0]),
-        (Pace(speed=10.0, since_s=-100.0, clock_s=990.0), [1009.0, 1019.0, 1022.0]),
-        (Pace(speed=1e6), [1000.0, 1000.0, 1000.0]),
-    ],
-)
-def test_a_pace_gives_each_batch_when_its_last_event_is_due(
-    monkeypatch: pytest.MonkeyPatch, pace: Pace, due: list[float], prefetch: int
-):
-    now = [1000.0]
-
-    class Clock:
-        @staticmethod
-        def time() -> float:
-            return now[0]
-
-        @staticmethod
-        def sleep(seconds: float) -> None:
-            now[0] += seconds
-
-    monkeypatch.setattr("shoal.data.loader.time", Clock)
-    came = [now[0] for _ in Loader(source(), 10, pace=pace, prefetch=prefetch)]
-    assert came == pytest.approx(due, abs=1e-3)

@@ -1,0 +1,196 @@
+"""Runs of a stream: they end when told, and continue exactly where they were."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from rich.console import Console
+
+from shoal import config, train
+from shoal.checkpoint import CheckpointStore
+from shoal.errors import InputError
+from shoal.models.tasks import sampled_logits
+from support.brokers import Brokers
+
+EXAMPLES = 200
+BATCH = 8
+DAY_S = 86_400
+START_S = 1_700_000_000
+
+
+def example(n: int) -> dict[str, Any]:
+    return {"u": n * 7 % 31, "new": n, "y": int(n * 7 % 31 > 15), "at": START_S + 600 * n}
+
+
+@pytest.fixture(scope="module")
+def brokers() -> Iterator[Brokers]:
+    own = Brokers()
+    for n in range(EXAMPLES):
+        own.send("clicks", json.dumps(example(n)).encode(), 0)
+    own.flush()
+    yield own
+    own.stop()
+
+
+@pytest.fixture
+def settings(brokers: Brokers, tmp_path: Path) -> dict[str, Any]:
+    held_out = tmp_path / "eval.parquet"
+    pq.write_table(pa.Table.from_pylist([example(n) for n in range(40)]), held_out)
+    return {
+        "name": "online",
+        "threads": 1,
+        "data": {
+            "source": {
+                "kind": "kafka",
+                "stream": {"servers": list(brokers.servers), "topic": "clicks", "wait_s": 30.0},
+                "eval_paths": [str(held_out)],
+                "ids": {"u": {}, "new": {}},
+                "label": "y",
+                "time": "at",
+            },
+            "batch_size": BATCH,
+        },
+        "tables": {"default": {"dim": 2}},
+        "model": {"kind": "deepfm", "hidden": [4]},
+        "baselines": [],
+        "logging": {"tensorboard": False},
+        "checkpoint": {"every_steps": 4, "background": False},
+        "output": {"dir": str(tmp_path / "runs")},
+    }
+
+
+class Step:
+    """Calls something after a step."""
+
+    def __init__(self, at: int, call: Any) -> None:
+        self.at, self.call = at, call
+
+    def begin(self, model: object) -> None:
+        pass
+
+    def after_step(self, step: int) -> None:
+        if step == self.at:
+            self.call()
+
+
+def run(settings: dict[str, Any], *hooks: Step, resume: str | None = None) -> train.RunResult:
+    console = Console(file=io.StringIO(), width=100)
+    return train.run(config.from_mapping(settings), console=console, hooks=hooks, resume=resume)
+
+
+def with_data(settings: dict[str, Any], **data: object) -> dict[str, Any]:
+    return {**settings, "data": {**settings["data"], **data}}
+
+
+def fails() -> None:
+    raise InputError("a test", got="a stop", allowed="none", remedy="None.")
+
+
+@pytest.mark.slow
+def test_a_run_continues_as_if_it_had_not_stopped(settings: dict[str, Any], tmp_path: Path):
+    settings = with_data(settings, max_examples=EXAMPLES)
+    whole = run(settings)
+    assert (whole.examples, whole.steps) == (EXAMPLES, EXAMPLES // BATCH)
+    assert whole.rows["new"] == EXAMPLES
+    settings["output"] = {"dir": str(tmp_path / "stopped")}
+    with pytest.raises(InputError, match="a stop"):
+        run(settings, Step(10, fails))
+    (folder,) = (tmp_path / "stopped").iterdir()
+    # Brokers may have moved, and patience may change; a topic may not.
+    settings["data"]["source"]["stream"]["wait_s"] = 20.0
+    again = run(settings, resume=str(folder))
+    assert (again.examples, again.steps, again.rows) == (whole.examples, whole.steps, whole.rows)
+    assert again.metrics["deepfm"]["log_loss"] == whole.metrics["deepfm"]["log_loss"]
+
+
+@pytest.mark.slow
+def test_sigterm_ends_a_stream_and_keeps_the_model(settings: dict[str, Any]):
+    before = signal.getsignal(signal.SIGTERM)
+    result = run(settings, Step(5, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert 5 <= result.steps <= EXAMPLES // BATCH
+    newest = CheckpointStore(str(result.folder / "checkpoints")).latest()
+    assert newest is not None and newest.step == result.steps
+    # The rest of the stream trains in the next start.
+    rest = with_data(settings, max_examples=None)
+    hook = Step(EXAMPLES // BATCH, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert run(rest, hook, resume=str(result.folder)).examples == EXAMPLES
+
+
+@pytest.mark.slow
+def test_rows_expire_and_are_admitted_by_the_stream_s_time(settings: dict[str, Any]):
+    """600 s an example: after 200 of them ids that came once are up to 1.4 days old."""
+    settings = with_data(settings, max_examples=EXAMPLES)
+    settings |= {
+        "tables": {
+            "default": {"dim": 2, "expiry": {"ttl_s": DAY_S}},
+            "u": {"dim": 2, "admission": {"threshold": 7}},
+        },
+        "evict_every_s": 3600,
+    }
+    rows = run(settings).rows
+    assert rows["u"] == 14, "200 = 6 x 31 + 14: so many come a seventh time"
+    assert DAY_S // 600 <= rows["new"] <= DAY_S // 600 + 2 * 3600 // 600
+
+
+def replayed(settings: dict[str, Any], **source: object) -> dict[str, Any]:
+    data = {k: v for k, v in settings["data"]["source"].items() if k not in ("kind", "stream")}
+    data |= {"kind": "parquet", "paths": data["eval_paths"], **source}
+    return with_data(settings, source=data, replay={})
+
+
+@pytest.mark.slow
+def test_a_replay_of_a_file_is_resumed(settings: dict[str, Any], tmp_path: Path):
+    whole = run(replayed(settings))
+    assert whole.examples == 40
+    settings["output"] = {"dir": str(tmp_path / "stopped")}
+    settings["checkpoint"]["every_steps"] = 2
+    with pytest.raises(InputError):
+        run(replayed(settings), Step(3, fails))
+    (folder,) = (tmp_path / "stopped").iterdir()
+    again = run(replayed(settings), resume=str(folder))
+    assert again.examples == 40
+    assert again.metrics["deepfm"]["log_loss"] == whole.metrics["deepfm"]["log_loss"]
+
+
+def test_logits_of_a_sampled_stream():
+    rates_B = torch.tensor([0.25, 1.0])
+    expected = torch.tensor([-math.log(0.25), 0.5])
+    torch.testing.assert_close(sampled_logits(torch.tensor([0.0, 0.5]), rates_B), expected)
+    of_tasks = sampled_logits(torch.tensor([[0.0, 1.0], [0.5, 2.0]]), rates_B)
+    corrected = torch.tensor([[1.386294, 2.386294], [0.5, 2.0]])
+    torch.testing.assert_close(of_tasks, corrected)
+    # Odds of 1 to 9, negatives kept with chance 1/9: one of two is positive.
+    (even,) = sampled_logits(torch.tensor([math.log(1 / 9)]), torch.tensor([1 / 9])).sigmoid()
+    assert even == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("rate", [0.1, "kept", None])
+def test_a_model_of_sampled_negatives_predicts_chances_of_all_examples(
+    settings: dict[str, Any], tmp_path: Path, rate: object
+):
+    """One example of ten is positive, and of ten negatives one is kept."""
+    sampled = tmp_path / "sampled.parquet"
+    labels = ([1] * 10 + [0] * 9) * 100
+    columns = {"u": [1] * 1900, "new": [2] * 1900, "y": labels, "at": [START_S] * 1900}
+    pq.write_table(pa.table({**columns, "kept": [0.1] * 1900}), sampled)
+    held_out = tmp_path / "all.parquet"
+    every = ([1] + [0] * 9) * 30
+    columns = {"u": [1] * 300, "new": [2] * 300, "y": every, "at": [START_S] * 300}
+    pq.write_table(pa.table({**columns, "kept": [0.1] * 300}), held_out)
+    source = {"paths": [str(sampled)], "eval_paths": [str(held_out)], "sample_rate": rate}
+    settings = replayed(settings, **source) | {"dense_optimizer": {"lr": 0.02}, "checkpoint": {}}
+    found = run(settings).metrics["deepfm"]["mean_prediction"]
+    expected = 10 / 19 if rate is None else 0.1
+    assert found == pytest.approx(expected, rel=0.15)
