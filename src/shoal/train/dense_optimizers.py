@@ -18,7 +18,9 @@ from shoal.rules.schedules import Schedule, as_rate
 
 Rate = float | Schedule
 _KINDS = {name.lower(): kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
-_SET_ELSEWHERE = {"params", "lr", "weight_decay"}
+# Set elsewhere, or not for a training loop to choose.
+_NO_OPTIONS = {"params", "lr", "weight_decay", "capturable", "differentiable"}
+_REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, ArithmeticError, AssertionError)
 
 
 def dense_optimizers(
@@ -64,8 +66,8 @@ def _made(weights: Sequence[nn.Parameter], rule: DenseRuleSettings, lr: float) -
     known = set(inspect.signature(kind).parameters)
     given: dict[str, Any] = {key: _as_argument(value) for key, value in rule.options.items()}
     for key in given:
-        if key not in known - _SET_ELSEWHERE:
-            raise unknown_name(f"option of {what}", key, known - _SET_ELSEWHERE)
+        if key not in known - _NO_OPTIONS:
+            raise unknown_name(f"option of {what}", key, known - _NO_OPTIONS)
     if "weight_decay" in known:
         given["weight_decay"] = rule.weight_decay
     elif rule.weight_decay:
@@ -74,7 +76,7 @@ def _made(weights: Sequence[nn.Parameter], rule: DenseRuleSettings, lr: float) -
         given = {"fused": True, **given}
     try:
         made: Optimizer = kind(weights, lr=lr, **given)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except _REFUSALS as error:
         remedy = "Change its options, or the pattern of its weights."
         raise ConfigError(what, str(error), "what torch.optim takes", remedy) from error
     return made

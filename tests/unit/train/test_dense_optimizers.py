@@ -127,6 +127,8 @@ def test_rates_follow_the_schedule_of_their_own(tmp_path: Path) -> None:
         ({"kind": "sgd", "options": {"lr": 0.9}}, UnknownName, "option of .*'lr'"),
         ({"kind": "adam", "options": {"betas": [2, 3]}}, ConfigError, "dense_optimizer adam"),
         ({"kind": "adam", "options": {"betas": "no"}}, ConfigError, "dense_optimizer adam"),
+        ({"kind": "adam", "options": {"betas": []}}, ConfigError, "dense_optimizer adam"),
+        ({"kind": "adam", "options": {"capturable": True}}, UnknownName, "option of .*capturable"),
         ({"kind": "rprop", "weight_decay": 0.1}, ConfigError, "rprop: got weight_decay 0.1"),
         ({"parameters": {"*wight": {}}}, UnknownName, "dense_optimizer.parameters.*wight"),
     ],
