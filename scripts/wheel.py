@@ -70,9 +70,18 @@ def fits(wheel: Path, version: str) -> bool:
     return f"-{tag}-" in wheel.name or ("-abi3-" in wheel.name and version >= "3.12")
 
 
+def interpreter(version: str) -> str | None:
+    """A Python of this version that runs: on the path, or of pyenv."""
+    kept = Path.home().glob(f".pyenv/versions/{version}.*/bin/python")
+    for path in (shutil.which(f"python{version}"), *map(str, sorted(kept))):
+        if path and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0:
+            return path
+    return None
+
+
 def install(python: str, package: Path, folder: Path) -> None:
     """Install a package in a clean venv, and run what a newcomer runs first."""
-    venv = folder / f"{Path(python).name}-{package.suffix[1:]}"
+    venv = Path(tempfile.mkdtemp(dir=folder))
     run(python, "-m", "venv", venv)
     pinned = ("-c", ROOT / "constraints.txt")
     run(venv / "bin" / "pip", "--disable-pip-version-check", "install", "-q", *pinned, package)
@@ -95,7 +104,7 @@ def main() -> None:
         sdist = build_sdist(out)
         print(f"wheel: {wheel}\nsdist: {sdist}")
         for version in () if arguments.no_install else PYTHONS:
-            python = shutil.which(f"python{version}")
+            python = interpreter(version)
             if python is None:
                 print(f"not tried: Python {version}, which is not here")
                 continue
