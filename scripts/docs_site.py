@@ -29,6 +29,7 @@ REFERENCE = Path("reference")
 # Internal, though they say what of them others use.
 INTERNAL = ("shoal.kernels", "shoal.ops.reference", "shoal.comm.backends", "shoal.config.tree")
 SOURCES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "bench/README.md")
+PROJECT = ("All pages", "Internals", "Decisions")
 FENCE = re.compile(r"^(```+\w+)( [^\n]*)$", flags=re.MULTILINE)
 PYTHON = re.compile(r"^```python[^\n]*\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
@@ -175,14 +176,31 @@ def stage() -> list[Any]:
     (PAGES / REFERENCE).mkdir()
     for module, own in names.items():
         (PAGES / REFERENCE / f"{module}.md").write_text(reference_page(module, own, homes))
-    nav = [{"Home": "README.md"}, *navigation()]
-    nav.append({"Python API": [{module: f"{REFERENCE}/{module}.md"} for module in names]})
     bench = [{"How numbers are measured": "bench/README.md"}]
     if figures := bench_page():
         (PAGES / "bench" / "figures.md").write_text(figures)
         bench.insert(0, {"Measured figures": "bench/figures.md"})
+    api = [{module: f"{REFERENCE}/{module}.md"} for module in names]
+    return tabs(
+        {title: pages for each in navigation() for title, pages in each.items()}, api, bench
+    )
+
+
+def tabs(sections: dict[str, Any], api: list[Any], bench: list[Any]) -> list[Any]:
+    """The site's tabs: sections of the index are guides unless they have a tab of their own."""
+    others = {name: sections.pop(name, []) for name in ("Reference", "Migration", *PROJECT)}
+    guide = [{title: pages} for title, pages in sections.items()]
+    reference = [*others["Reference"], {"Python API": api}]
     project = [{"Contributing": "CONTRIBUTING.md"}, {"Changelog": "CHANGELOG.md"}]
-    return [*nav, {"Benchmarks": bench}, {"Project": project}]
+    project += [{title: others[title]} for title in PROJECT if others[title]]
+    return [
+        {"Home": "README.md"},
+        {"Guide": guide},
+        {"Reference": reference},
+        {"Migration": others["Migration"]},
+        {"Benchmarks": bench},
+        {"Project": project},
+    ]
 
 
 def navigation() -> Iterator[dict[str, list[dict[str, str]]]]:
