@@ -68,12 +68,6 @@ inline std::int64_t occurrences_of(const ApplyJob& job, const Items& items, std:
   return source.counts == nullptr ? 1 : source.counts[source.first + (e - source.item_start)];
 }
 
-template <class T>
-inline void add_row(T* acc, const T* g, int d) {
-#pragma GCC ivdep
-  for (int i = 0; i < d; ++i) acc[i] += g[i];
-}
-
 // Lists the part's rows with their gradients, summed where several items have the row; returns how
 // many. A row with one item keeps pointing at the caller's gradient when that is read in place.
 template <class T, bool kInPlace>
@@ -95,6 +89,14 @@ std::uint32_t group_rows(const ApplyJob& job, const Items items, const ApplyScra
   for (std::uint32_t k = 0; k < items.n; ++k) {
     std::uint32_t* const version = ring[k % kAhead];
     if (k + kAhead < items.n) enter(k + kAhead);
+    if (kInPlace && k + kGradsAhead < items.n) {  // an item of a row met before will read both
+      const std::uint32_t ahead = item_at(items, k + kGradsAhead);
+      const std::uint32_t met = *ring[(k + kGradsAhead) % kAhead];
+      if (met < unique && s.rows[met] == items.rows[ahead]) {
+        prefetch_row(s.grads[met], static_cast<std::size_t>(d) * sizeof(T));
+        prefetch_row(direct_grad<T>(job, items, ahead), static_cast<std::size_t>(d) * sizeof(T));
+      }
+    }
     const std::uint32_t e = item_at(items, k);
     const std::int32_t row = items.rows[e];
     if (row < 0) continue;
@@ -103,14 +105,14 @@ std::uint32_t group_rows(const ApplyJob& job, const Items items, const ApplyScra
     if (u < unique && s.rows[u] == row) {
       T* acc = static_cast<T*>(const_cast<void*>(s.grads[u]));
       if constexpr (kInPlace) {
+        const T* const sum = acc;
+        const T* const g = direct_grad<T>(job, items, e);
         if (reinterpret_cast<char*>(acc) < s.sums || reinterpret_cast<char*>(acc) >= next_sum) {
-          const T* first = acc;
-          acc = reinterpret_cast<T*>(next_sum);
-          for (int i = 0; i < d; ++i) acc[i] = first[i];
-          s.grads[u] = acc;
+          s.grads[u] = acc = reinterpret_cast<T*>(next_sum);
           next_sum += s.sum_stride;
         }
-        add_row(acc, direct_grad<T>(job, items, e), d);
+#pragma GCC ivdep
+        for (int i = 0; i < d; ++i) acc[i] = sum[i] + g[i];
       } else {
         add_item(job, items, e, acc);
       }
