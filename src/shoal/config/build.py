@@ -359,7 +359,7 @@ def open_data(config: RunConfig, share: RankShare | None = None) -> RunData:
         rank = share.rank if share else config.distributed.worker
         quarantine = Quarantine(**settings.quarantine.model_dump(), rank=rank)
     training, evaluation = _sides(config, quarantine)
-    since = settings.replay and settings.replay.since
+    since = None if settings.replay is None else settings.replay.since
     training = replayed(config, training, None if since is None else _seconds(since))
     pins = resolve_device(config.device).startswith("cuda")
     # Of one value there is no variance.
