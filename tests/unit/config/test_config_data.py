@@ -210,6 +210,14 @@ def test_a_topic_of_a_config(file: str):
     assert config.from_mapping(yaml.safe_load(config.to_yaml(settings))) == settings
 
 
+def test_the_config_of_the_page_of_online_learning():
+    page = Path(__file__).parents[3] / "docs" / "guide" / "online.md"
+    text = page.read_text().partition("```yaml\n")[2].partition("```")[0]
+    settings = config.from_mapping(yaml.safe_load(text))
+    assert settings.data.source.kind == "kafka" and settings.publish is not None
+    assert settings.tables["default"].admission is not None
+
+
 @pytest.mark.parametrize("rate", [0.25, "age"])
 def test_rates_of_negatives(tmp_path: Path, rate: object):
     path = tmp_path / "sampled.parquet"
