@@ -128,7 +128,8 @@ def bench_page() -> str:
         lines += [", ".join(f"{key}: {facts[key]}" for key in shown if facts.get(key)), ""]
         lines += ["| case | ours | baseline | ratio | unit |", "|---|---|---|---|---|"]
         for row in found.get("rows", ()):
-            cells = [row.get(key) for key in ("case", "ours", "peer_value", "ratio", "unit")]
+            cells = [row.get("case"), row.get("ours"), row.get("peer_value", row.get("baseline"))]
+            cells += [row.get("ratio", row.get("figure")), row.get("unit")]
             lines.append("| " + " | ".join(map(_cell, cells)) + " |")
     return "\n".join([*lines, ""]) if files else ""
 
