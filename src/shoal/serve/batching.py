@@ -7,8 +7,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
+from functools import partial
 from weakref import WeakKeyDictionary
 
 from shoal.errors import DataError, InputError, ServerLost, ShoalError
@@ -16,14 +17,14 @@ from shoal.serve.model import Model, Outputs, ReadRequest
 
 _QUICK_S = 0.002
 _QUICK_ROWS = 64
-_QUICK_BYTES = 64 << 10  # of a request
-_JOINED_BYTES = 256 << 10  # of requests that one leader reads; one may be larger
+_QUICK_BYTES = 8 << 10  # of a request
+_JOINED_BYTES = 256 << 10  # of requests that one leader takes; one may be larger
 
 
 class _Waiting:
     """A request, and the thread that waits for its reply."""
 
-    __slots__ = ("is_there", "leads", "model", "read", "reply", "size_bytes", "woken")
+    __slots__ = ("is_there", "leads", "model", "quick", "read", "reply", "size_bytes", "woken")
 
     def __init__(
         self,
@@ -35,7 +36,7 @@ class _Waiting:
         self.model, self.read, self.size_bytes = model, read, size_bytes
         self.is_there = is_there
         self.woken = threading.Event()  # it has its reply, or leads
-        self.leads = False
+        self.leads = self.quick = False
         self.reply: Outputs | BaseException | None = None
 
     def answer(self, reply: Outputs | BaseException) -> None:
@@ -51,9 +52,9 @@ _Read = tuple[_Waiting, ReadRequest]
 class Batcher:
     """Computes requests on their callers' threads, those that wait joined to one batch a model.
 
-    A caller leads if it may: it takes what waits, reads and computes it, and hands over to the
-    next that waits. So nothing waits for others to come, a lone request changes no thread, and
-    callers that wait leave the interpreter lock to who leads. Leaders are as many as `workers`;
+    A caller leads if it may: it takes what waits, reads and computes a batch of it, and hands over
+    to the next that waits. So nothing waits for others to come, a lone request changes no thread,
+    and callers that wait leave the interpreter lock to who leads. Leaders are as many as `workers`;
     but small requests of a local model that takes less than 2 ms wait for the one that computes
     such requests already: two would only wait for each other's lock.
 
@@ -113,12 +114,7 @@ class Batcher:
                     allowed=f"{self._most_bytes} bytes at most",
                     remedy="Ask again later, or ask another replica.",
                 )
-            if self._leaders < self._workers and not (
-                self._quick_leaders and self._is_quick(model, size_bytes)
-            ):
-                one.leads = True
-                self._leaders += 1
-            else:
+            if not self._leads(one):
                 self._waiting.append(one)
                 self._bytes += size_bytes
         if not one.leads:
@@ -131,85 +127,103 @@ class Batcher:
         assert reply is not None
         return reply
 
-    def _is_quick(self, model: Model, size_bytes: int) -> bool:
-        small = model.is_local and size_bytes <= _QUICK_BYTES
-        return small and self._seconds.get(model, math.inf) < _QUICK_S
+    def _leads(self, one: _Waiting) -> bool:
+        """Let a request's caller lead, if one more may; holds the lock."""
+        if self._leaders == self._workers:
+            return False
+        quick = one.model.is_local and one.size_bytes <= _QUICK_BYTES
+        quick = quick and self._seconds.get(one.model, math.inf) < _QUICK_S
+        if quick and self._quick_leaders:
+            return False
+        one.leads, one.quick = True, quick
+        self._leaders += 1
+        self._quick_leaders += quick
+        return True
+
+    def _wake(self) -> None:
+        """Let as many lead that wait as may; holds the lock."""
+        while self._waiting and self._leads(self._waiting[0]):
+            one = self._waiting.popleft()
+            self._bytes -= one.size_bytes
+            one.woken.set()
 
     def _lead(self, one: _Waiting) -> None:
-        """Read and compute the caller's request and others, and hand over to one that waits.
-
-        Who leads is not in the queue, so that each leader hands over once.
-        """
+        """Compute a batch with the caller's request, and hand over to those that wait."""
         taken: list[_Waiting] = []
-        quick = False
         try:
             with self._lock:
                 taken = self._joined(one)
-                quick = self._is_quick(one.model, one.size_bytes)
-                self._quick_leaders += quick
-            for batch in self._read(taken):
-                self._compute(batch)
+            batch, rows = self._read(taken)
+            if one.quick and rows > _QUICK_ROWS:  # few bytes may be many rows
+                with self._lock:
+                    one.quick = False
+                    self._quick_leaders -= 1
+                    self._wake()
+            if batch:
+                self._compute(batch, rows)
         finally:
             for other in taken:  # nobody may wait for ever, whatever a model does
                 other.answer(ShoalError("the model was stopped"))
             with self._lock:
-                self._quick_leaders -= quick
-                if self._waiting:
-                    following = self._waiting.popleft()
-                    self._bytes -= following.size_bytes
-                    following.leads = True
-                    following.woken.set()
-                else:
-                    self._leaders -= 1
+                self._leaders -= 1
+                self._quick_leaders -= one.quick
+                self._wake()
 
     def _joined(self, first: _Waiting) -> list[_Waiting]:
-        """A request and those of its model and version that fit, in order; they wait no longer.
-
-        Callers that have left get their reply.
-        """
+        """A request and those of its model and version that fit, in order; they wait no longer."""
         taken: list[_Waiting] = []
         kept: deque[_Waiting] = deque()
         left_bytes = max(_JOINED_BYTES, first.size_bytes)
         for one in (first, *self._waiting):
-            if one.model is not first.model or one.size_bytes > left_bytes:
-                kept.append(one)
-            elif one.is_there():
+            if one.model is first.model and one.size_bytes <= left_bytes:
                 taken.append(one)
                 left_bytes -= one.size_bytes
             else:
-                one.answer(CancelledError())
+                kept.append(one)
         self._waiting = kept
         self._bytes = sum(one.size_bytes for one in kept)
         return taken
 
-    def _read(self, taken: Sequence[_Waiting]) -> Iterator[list[_Read]]:
-        """Batches of requests; what cannot be read gets its error."""
+    def _read(self, taken: list[_Waiting]) -> tuple[list[_Read], int]:
+        """The first that fit in a batch, and their rows; the others wait again.
+
+        What cannot be read gets its error, and callers that have left get their reply.
+        """
         batch: list[_Read] = []
         rows = 0
-        for one in taken:
+        for k, one in enumerate(taken):
             try:
+                if not one.is_there():
+                    raise CancelledError
                 request = one.read()
             except Exception as error:  # noqa: BLE001  its caller gets it
                 one.answer(error)
                 continue
             if batch and rows + request.size > self._most_rows:
-                yield batch
-                batch, rows = [], 0
+                one.read = partial(_same, request)
+                with self._lock:
+                    self._waiting.extendleft(reversed(taken[k:]))
+                    self._bytes += sum(other.size_bytes for other in taken[k:])
+                    del taken[k:]
+                    self._wake()
+                break
             batch.append((one, request))
             rows += request.size
-        if batch:
-            yield batch
+        return batch, rows
 
-    def _compute(self, batch: Sequence[_Read]) -> None:
+    def _compute(self, batch: Sequence[_Read], rows: int) -> None:
         model, began_s = batch[0][0].model, time.thread_time()
-        rows = sum(request.size for _, request in batch)
         replies = _computed(model, [request for _, request in batch])
-        if rows <= _QUICK_ROWS:
-            took_s = time.thread_time() - began_s
-            self._seconds[model] = 0.8 * self._seconds.get(model, took_s) + 0.2 * took_s
-        self._observe(model.name, len(batch), rows)
+        took_s = time.thread_time() - began_s
         for (one, _), reply in zip(batch, replies, strict=True):
             one.answer(reply)
+        if rows <= _QUICK_ROWS:
+            self._seconds[model] = 0.8 * self._seconds.get(model, took_s) + 0.2 * took_s
+        self._observe(model.name, len(batch), rows)
+
+
+def _same(request: ReadRequest) -> ReadRequest:
+    return request
 
 
 def _computed(model: Model, requests: Sequence[ReadRequest]) -> Sequence[Outputs | BaseException]:
