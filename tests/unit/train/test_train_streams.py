@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,8 @@ from rich.console import Console
 
 from shoal import config, train
 from shoal.checkpoint import CheckpointStore
-from shoal.errors import InputError
+from shoal.data import StreamLoader
+from shoal.errors import ConfigError, InputError
 from shoal.models.tasks import sampled_logits
 from support.brokers import Brokers
 
@@ -197,6 +199,49 @@ def test_the_config_of_the_page_trains_publishes_and_names_bad_records(
     assert json.loads(line)["file"] == "page/0"
     # The same command finds nothing left to do.
     assert run(settings).steps == result.steps
+
+
+@pytest.mark.slow
+def test_a_silent_stream_does_not_hold_up_saves(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """No batch comes after the last record, and the save of what it taught is due then."""
+    monkeypatch.setattr("shoal.data.loader._WAITS_S", 0.1)
+    settings["checkpoint"] = {"every_s": 1.0, "dir": str(tmp_path / "saves")}
+    stopped: list[StreamLoader] = []
+    start = StreamLoader.batches
+
+    def started(loader: StreamLoader, position: int = 0) -> Any:
+        stopped.append(loader)
+        return start(loader, position)
+
+    monkeypatch.setattr(StreamLoader, "batches", started)
+    store, found = CheckpointStore(str(tmp_path / "saves")), []
+
+    def watch() -> None:
+        until_s = time.monotonic() + 50
+        while not found and time.monotonic() < until_s:
+            newest = store.latest()
+            if newest is not None and newest.step == EXAMPLES // BATCH:
+                found.append(newest.step)
+            time.sleep(0.05)
+        stopped[0].stop()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    run(settings)
+    watcher.join(60)
+    assert found == [EXAMPLES // BATCH]
+
+
+def test_a_run_on_files_is_not_continued_as_a_replay(settings: dict[str, Any]):
+    """Its place in the files says nothing about the order of time."""
+    files = replayed(settings) | {"checkpoint": {"every_steps": 2}}
+    files["data"] |= {"replay": None, "max_examples": 16}
+    folder = run(files).folder
+    files["data"] |= {"replay": {}}
+    with pytest.raises(ConfigError, match=r"data\.replay"):
+        run(files, resume=str(folder))
 
 
 def test_logits_of_a_sampled_stream():
