@@ -188,8 +188,8 @@ class Demo:
             self._serve(online, grpc[number], http[number], "--follow", publisher)
         _wait_for(http[:2], "/v2/health/live")
         # The trainer starts, saves what it begins with, and the daily server loads that; then
-        # events begin. Each start takes about as long as these two did.
-        margin_s = self._day_s + 3 * (time.time() - started_s) + 10
+        # events begin. Each of both starts takes about as long as these two did.
+        margin_s = self._day_s + 2 * (time.time() - started_s) + 10
         began_s = time.time() + margin_s
         print(f"starting a trainer and a server; events begin in {margin_s:.0f} s", flush=True)
         trainer = self.start("train", online, f"data.replay.clock_s={began_s}")

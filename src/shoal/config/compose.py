@@ -35,6 +35,8 @@ ENVIRONMENT: Mapping[str, str] = {
 }
 """SHOAL_* variable -> the key that it sets."""
 
+_REMOVED = {"data.pace": "data.replay"}  # older run folders name them, as null
+
 
 def load(
     path: str | Path,
@@ -123,6 +125,7 @@ def from_mapping(settings: Mapping[str, Any]) -> RunConfig:
         UnknownName: a key that the tree does not have; lists the nearest.
         ConfigError: a value that is missing or of the wrong type.
     """
+    settings = _without_removed(settings)
     tables = settings.get("tables")
     if isinstance(tables, Mapping) and isinstance(tables.get(RunConfig.DEFAULT_TABLE), Mapping):
         base = tables[RunConfig.DEFAULT_TABLE]
@@ -136,6 +139,19 @@ def from_mapping(settings: Mapping[str, Any]) -> RunConfig:
         parts = {name: _as_for_all(dense, own) for name, own in dense["parameters"].items()}
         settings = {**settings, "dense_optimizer": {**dense, "parameters": parts}}
     return validate(RunConfig, settings)
+
+
+def _without_removed(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    for path, instead in _REMOVED.items():
+        part, _, key = path.partition(".")
+        own = settings.get(part)
+        if not isinstance(own, Mapping) or key not in own:
+            continue
+        if own[key] is not None:
+            allowed, remedy = f"none: it is {instead} now", "Set that instead."
+            raise ConfigError(f"config key {path}", own[key], allowed, remedy)
+        settings = {**settings, part: {name: own[name] for name in own if name != key}}
+    return settings
 
 
 def _as_for_all(dense: Mapping[str, Any], own: Any) -> Any:

@@ -273,7 +273,7 @@ def test_features_that_are_wrong(file: str, feature: object, message: str):
         opened(source, split=LATER)
 
 
-def test_a_run_folder_of_before_may_name_a_setting_that_is_gone(file: str, tmp_path: Path):
+def test_an_older_run_folder_may_name_a_setting_that_is_gone(file: str, tmp_path: Path):
     settings = config.from_mapping(
         {"name": "t", "data": {"source": {**SOURCE, "paths": [file]}, "split": LATER}}
     )
@@ -283,5 +283,5 @@ def test_a_run_folder_of_before_may_name_a_setting_that_is_gone(file: str, tmp_p
     assert "pace: null" in before.read_text()
     assert config.load(before, environment={}) == settings
     before.write_text(text.replace("  replay: null\n", "  pace:\n    speed: 2.0\n"))
-    with pytest.raises(ConfigError, match=r"data: pace: got .*it is data\.replay now"):
+    with pytest.raises(ConfigError, match=r"data\.pace: got .*it is data\.replay now"):
         config.load(before, environment={})
