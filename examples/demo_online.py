@@ -183,14 +183,21 @@ class Demo:
         grpc = [f"127.0.0.1:{port}" for port in ports[:3]]
         http = [f"127.0.0.1:{port}" for port in ports[3:]]
         online = self._online(stream, base, publisher)
+        started_s = time.time()
         for number in range(2):
             self._serve(online, grpc[number], http[number], "--follow", publisher)
         _wait_for(http[:2], "/v2/health/live")
-        began_s = time.time() + 15
+        # The trainer starts, saves what it begins with, and the daily server loads that; then
+        # events begin. Each start takes about as long as these two did.
+        margin_s = self._day_s + 3 * (time.time() - started_s) + 10
+        began_s = time.time() + margin_s
+        print(f"starting a trainer and a server; events begin in {margin_s:.0f} s", flush=True)
         trainer = self.start("train", online, f"data.replay.clock_s={began_s}")
         # The daily one's first model is the trainer's first save.
         self._serve(str(_saved_run(self._out / "online", trainer)), grpc[2], http[2])
         _wait_for(http, "/v2/health/ready")
+        if (late_s := time.time() - began_s) > 0:
+            print(f"servers are {late_s:.0f} s late: earlier events are left out", flush=True)
         print(f"{len(stream.labels):,} {self._kind} of {self._days} days, {self._day_s:g} s a day")
         with ReplicaSet(grpc[:2]) as live, ReplicaSet(grpc[2:]) as daily:
             seen = self._ask(stream, {"live": live, "daily": daily}, http[0], began_s)

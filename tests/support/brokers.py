@@ -8,10 +8,10 @@ import confluent_kafka as kafka
 
 
 class Brokers:
-    """Three mock brokers on loopback; topics have four partitions, and records stay in memory."""
+    """Mock brokers on loopback; topics have four partitions, and records stay in memory."""
 
-    def __init__(self) -> None:
-        options = {"test.mock.num.brokers": 3, "bootstrap.servers": "mock", "log_level": 0}
+    def __init__(self, count: int = 3) -> None:
+        options = {"test.mock.num.brokers": count, "bootstrap.servers": "mock", "log_level": 0}
         self._producer: Any = kafka.Producer(options)
         found = self._producer.list_topics(timeout=30).brokers.values()
         self.servers = tuple(f"{one.host}:{one.port}" for one in found)

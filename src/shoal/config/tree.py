@@ -176,7 +176,11 @@ class Section(BaseModel):
 
     An unknown key raises `UnknownName` with the key and the known ones as further `args`, so
     that `compose` can say where in the tree it was.
+
+    `REMOVED`: settings of before, and what took their places; run folders still name them, as null.
     """
+
+    REMOVED: ClassVar[Mapping[str, str]] = {}
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False
@@ -186,6 +190,12 @@ class Section(BaseModel):
     @classmethod
     def _known_keys_of_their_types(cls, value: Any) -> Any:
         if isinstance(value, Mapping):
+            gone = [key for key in cls.REMOVED if key in value]
+            for key in gone:
+                if value[key] is not None:
+                    allowed, remedy = f"none: it is {cls.REMOVED[key]} now", "Set that instead."
+                    raise ConfigError(key, value[key], allowed, remedy)
+            value = {key: setting for key, setting in value.items() if key not in gone}
             for key, setting in value.items():
                 if key not in cls.model_fields:
                     known = tuple(cls.model_fields)
@@ -448,6 +458,8 @@ class DataSettings(Section):
     `last_batch` is what becomes of a last batch of an epoch that is one example, which batch
     normalisation cannot take. `sampler` draws items that examples are compared with.
     """
+
+    REMOVED: ClassVar[Mapping[str, str]] = {"pace": "data.replay"}
 
     source: Annotated[SourceSettings, BeforeValidator(_by_kind)]
     split: datetime | None = None

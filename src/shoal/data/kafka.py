@@ -106,6 +106,7 @@ class KafkaFeed:
     """
 
     ended = False
+    size: int | None = None
 
     def __init__(
         self, settings: Kafka, recipe: Recipe, quarantine: Quarantine | None, group: str = "shoal"
@@ -147,8 +148,9 @@ class KafkaFeed:
             found = self._consumer.list_topics(topic, timeout=_ASK_S).topics[topic]
             if found.error is None:
                 return sorted(found.partitions)
-            if found.error.retriable():
-                raise kafka.KafkaException(found.error)
+            refused = kafka.KafkaError.UNKNOWN_TOPIC_OR_PART, kafka.KafkaError.TOPIC_EXCEPTION
+            if found.error.code() not in (*refused, kafka.KafkaError.TOPIC_AUTHORIZATION_FAILED):
+                raise kafka.KafkaException(found.error)  # no leader yet, say
             allowed, remedy = "one of the brokers", "Create it, or change the name."
             raise ConfigError(f"topic {topic!r}", found.error.str(), allowed, remedy)
 
@@ -303,6 +305,17 @@ class KafkaFeed:
         ):
             what, remedy = f"stream {self._settings.topic}", "Correct data.source.stream.options."
             self._error = DataError(what, error.str(), "access to the topic", remedy)
+        elif error.code() in (
+            KafkaError.MSG_SIZE_TOO_LARGE,
+            KafkaError.INVALID_MSG,
+            KafkaError._BAD_MSG,
+            KafkaError._BAD_COMPRESSION,
+            KafkaError._NOT_IMPLEMENTED,
+        ):
+            # librdkafka continues behind such records.
+            what = f"records of {self._settings.topic}"
+            remedy = "Correct what writes them, or data.source.stream.options."
+            self._error = DataError(what, error.str(), "some that can be fetched", remedy)
         elif of_record:
             _log.warning("%s: %s; waiting", self._settings.topic, error.str())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,6 +18,9 @@ from shoal.data.batch import Batch
 from shoal.data.samplers import Sampling, extended
 from shoal.data.sources import Source
 from shoal.errors import ConfigError, DataError
+
+_LEAVE_S = 5.0  # a thread that waits for other ranks is left behind
+_WAITS_S = 1.0
 
 Shuffle = Literal["never", "replays", "always"]
 Short = Literal["merge", "drop"]
@@ -238,11 +241,18 @@ class Loader:
 
 
 def ahead(
-    batches: Generator[Batch], depth: int, *, leave_s: float | None = None
+    batches: Generator[Batch],
+    depth: int,
+    *,
+    leave: Callable[[], None] | None = None,
+    waits: Callable[[], None] | None = None,
 ) -> Generator[Batch]:
     """Batches made by a thread, at most `depth` ahead; its errors are raised here.
 
-    leave_s: how long to wait for the thread at the end; None: until it is done.
+    Args:
+        leave: makes the thread end, which is waited for for some seconds only; None: until it is
+            done.
+        waits: called about once a second while no batch comes, by who waits for it.
     """
     ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=depth)
     stopped = threading.Event()
@@ -269,13 +279,23 @@ def ahead(
     thread = threading.Thread(target=work, name="shoal-loader", daemon=True)
     thread.start()
     try:
-        while (item := ready.get()) is not None:
+        while True:
+            try:
+                item = ready.get(timeout=None if waits is None else _WAITS_S)
+            except queue.Empty:
+                assert waits is not None
+                waits()
+                continue
+            if item is None:
+                return
             if isinstance(item, BaseException):
                 raise item
             yield item
     finally:
         stopped.set()
-        thread.join(leave_s)
+        if leave is not None:
+            leave()
+        thread.join(None if leave is None else _LEAVE_S)
 
 
 def require(name: str, got: object, is_fine: bool, allowed: str) -> None:

@@ -8,6 +8,7 @@ run continues exactly there, over any number of ranks.
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import threading
 import time
@@ -31,7 +32,7 @@ Place = tuple[int, int]
 """Where a partition continues: the offset of a record, and its rows that are done."""
 
 _POLL_S = 0.25  # so soon a stop is noticed
-_LEAVE_S = 5.0  # a thread that waits for other ranks is left behind
+_HURRY_S = 0.02
 _PARTITIONS = 240  # of a replay; many numbers of ranks divide it
 
 
@@ -59,6 +60,8 @@ class Feed(Protocol):
     num_dense: int
     stopping: threading.Event
     """Set, nothing is waited for any more."""
+    size: int | None
+    """Examples that it has; None: it goes on."""
 
     def start(self, share: RankShare, places: Mapping[str, Place]) -> dict[str, Place]:
         """Begin to read this share of the partitions; returns where each of them begins.
@@ -107,6 +110,7 @@ class StreamLoader:
 
     Attributes:
         agree: gives every rank's numbers for those of this rank; a collective call.
+        waits: called about once a second while no batch comes, by who waits for it.
         places: where its partitions continue after what has been taken; to begin with, where those
             of all ranks do.
         emptied: examples at the end that are too few for a batch; they are read again on resuming.
@@ -140,8 +144,10 @@ class StreamLoader:
         alone = RankShare(self._partitions.rank // self.share.world_size, many)
         self.batch_size = _part(alone, batch_size)
         self.agree: Callable[[list[float]], list[list[float]]] = lambda mine: [mine]
+        self.waits: Callable[[], None] | None = None
         self.places: dict[str, Place] = {}
         self.emptied = 0
+        self._hurries = False
         self._wait_s, self._idle_s = wait_s, idle_s
         self._most = None if max_examples is None else _part(alone, max_examples)
         self._least, self._depth = max(1, least // many), max(1, prefetch)
@@ -165,7 +171,7 @@ class StreamLoader:
     @property
     def size(self) -> int | None:
         """Examples of a pass, as far as that is known."""
-        return self._most
+        return self.feed.size if self._most is None else self._most
 
     def stop(self) -> None:
         """End the stream after what has come; from any thread, and on any rank."""
@@ -186,10 +192,12 @@ class StreamLoader:
     def batches(self, position: int = 0) -> Generator[Batch]:
         """Batches from `places` on; `position` examples have come before, over all ranks.
 
+        Whoever leaves them ends the stream.
+
         Raises:
             DataError: what the feed raises; a bad record without a quarantine for one.
         """
-        return ahead(self._batches(position), self._depth, leave_s=_LEAVE_S)
+        return ahead(self._batches(position), self._depth, leave=self.stop, waits=self.waits)
 
     def _batches(self, position: int) -> Generator[Batch]:
         self._held.clear()
@@ -208,9 +216,12 @@ class StreamLoader:
                 votes = self.agree([ready, self._stopping.is_set(), done])
                 ends = any(vote[1] for vote in votes) or all(vote[2] for vote in votes)
                 taken = self._allotted([int(vote[0]) for vote in votes], position)
+                # The others have enough: a rank that had nothing does not hold them up again.
+                self._hurries = not ready and max(vote[0] for vote in votes) >= quota
                 if sum(taken) >= self._least:
                     position += sum(taken)
                     yield self._batch(taken[self.share.rank], position)
+                    came_s = time.monotonic()  # using up what had come is no silence
                 elif ends:
                     self.emptied += taken[self.share.rank]
                 if ends and (any(vote[1] for vote in votes) or sum(taken) < self._least):
@@ -227,7 +238,8 @@ class StreamLoader:
 
     def _gather(self, quota: int) -> bool:
         """Read until a batch is full, for as long as it waits; whether anything came."""
-        ready, until_s, came = self._ready(), time.monotonic() + self._wait_s, False
+        wait_s = _HURRY_S if self._hurries and self._wait_s < math.inf else self._wait_s
+        ready, until_s, came = self._ready(), time.monotonic() + wait_s, False
         while self.places and ready < quota and not self.feed.ended:
             if self._stopping.is_set():
                 break
@@ -236,10 +248,20 @@ class StreamLoader:
                 break
             piece = self.feed.read(quota - ready, min(left_s, _POLL_S))
             if piece is not None:
-                self._held.append(piece)
+                self._hold(piece)
                 ready += piece.rows_N.numel()
                 came = True
         return came
+
+    def _hold(self, piece: StreamPart) -> None:
+        """Keep it until it is used; of one without examples, where it ends."""
+        if piece.rows_N.numel():
+            self._held.append(piece)
+        elif self._held:
+            last = self._held[-1]
+            self._held[-1] = replace(last, ends={**last.ends, **piece.ends})
+        else:
+            self.places.update(piece.ends)
 
     def _allotted(self, ready: Sequence[int], position: int) -> list[int]:
         """Examples that each rank takes of those it has."""
@@ -253,7 +275,7 @@ class StreamLoader:
     def _batch(self, size: int, position: int) -> Batch:
         parts: list[tuple[Source, Tensor]] = []
         left = size
-        while self._held and (left or not self._held[0].rows_N.numel()):
+        while left:
             piece = self._held.popleft()
             rows_M = piece.rows_N[:left]
             taken = rows_M.numel()
@@ -319,6 +341,7 @@ class Replay:
         self._source, self._speed, self._rate = source, speed, rate
         self._since_s, self._clock_s = since_s, clock_s
         self.stopping = threading.Event()
+        self.size: int | None = len(source)
         self._rows_N = self._numbers_N = torch.empty(0, dtype=torch.int64, device="cpu")
         self._due_N = torch.empty(0, dtype=torch.float64, device="cpu")
         self._at = 0

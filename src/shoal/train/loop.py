@@ -84,6 +84,7 @@ def _plain(
                     one.tables.shard.evict(now_s)
             if due_s is None or now_s >= due_s:
                 due_s = now_s + evict_every_s
+            run_state.evict_due_s = due_s
         pauses = saver.due_after(run_state.steps) or saver.wants_pause()
         # Rows are counted after an eviction, as a pipeline has it.
         yield Trained(window, logits, pauses, due_s if pauses else None)

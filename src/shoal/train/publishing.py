@@ -69,7 +69,7 @@ class Publishing:
         self._chain = chain
         self._publisher: Publisher | None = None
         self._held = ExitStack()
-        self._due_s = 0.0
+        self._due_s, self._published = 0.0, -1  # the step of dense weights
         if main.served:
             self._settings = None  # its servers publish their rows
 
@@ -119,6 +119,11 @@ class Publishing:
         if self._publisher is not None and time.monotonic() >= self._due_s:
             self._publish_dense(self._publisher)
 
+    def waits(self) -> None:
+        """No batch comes: dense weights of steps since they were copied are, when they are due."""
+        if self._main.steps > self._published:
+            self.stepped()
+
     def finish(self) -> None:
         """Publish the last state, and wait for replicas that are there; a failure is reported."""
         if self._publisher is None or self._settings is None:
@@ -141,5 +146,6 @@ class Publishing:
         if self._ranks.leads:
             with self._main.averaged():
                 publisher.publish_dense(self._dense())
+        self._published = self._main.steps
         if self._settings is not None:
             self._due_s = time.monotonic() + self._settings.dense_every_s

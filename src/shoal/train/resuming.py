@@ -366,6 +366,8 @@ def _check_same(config: RunConfig, job: Mapping[str, Any], what: str) -> None:
         for key in sorted(then.keys() | now.keys())
         if not _is_free(key) and then.get(key) != now.get(key)
     ]
+    if (config.data.replay is None) != (begun.data.replay is None):
+        differ.append("data.replay")  # its keys are free, but its position is another one
     if differ:
         got = ", ".join(f"{key}={now.get(key)!r}, not {then.get(key)!r}" for key in differ)
         raise ConfigError(

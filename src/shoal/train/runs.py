@@ -425,12 +425,16 @@ def _train(
 ) -> None:
     """Train from where the run_state is to the end, and save."""
     config, data, ranks = opened.config, opened.data, opened.ranks
-    staleness = config.distributed.staleness
+    staleness = config.distributed.staleness if ranks.many or config.distributed.staleness else None
 
     def stepped() -> None:
         publishing.stepped()
         for hook in hooks:
             hook.after_step(run_state.steps)
+
+    def waits() -> None:
+        saver.waits()
+        publishing.waits()
 
     observer = RunObserver(config, ranks, opened.learners[0], on_step=stepped)
     for hook in hooks:
@@ -439,7 +443,9 @@ def _train(
     if config.eval.every_steps is not None:
         evaluate = partial(_evaluate_on_the_way, opened, run_state, sink)
         course = Course(config, run_state, saver, evaluate, folder)
-    with old_objects_set_aside(), saver, streaming(data.train, run_state, ranks):
+    # A pipeline has begun with later batches, and waits for them in a thread of its own.
+    told = waits if staleness is None else None
+    with old_objects_set_aside(), saver, streaming(data.train, run_state, ranks, told):
         train(
             run_state,
             data.train.batches(run_state.position),
@@ -448,7 +454,7 @@ def _train(
             observer,
             opened.progress("train", data.train.examples or None),
             sink,
-            staleness=staleness if ranks.many or staleness else None,
+            staleness=staleness,
             evict_every_s=config.evict_every_s if opened.learners[0].expires else None,
             course=course,
         )

@@ -100,6 +100,15 @@ class Saver:
         if kind is not None and self._saving is not None:
             self._saving.abort()
 
+    def waits(self) -> None:
+        """No batch comes: steps that no checkpoint has are saved when that is due; on one rank."""
+        self.check()
+        newest = self._chain.manifest
+        saved = -1 if newest is None else newest.step
+        if self._saving is None and self._run_state.steps > saved and self.wants_pause():
+            self._run_state.check()
+            self.on_pause()
+
     def due_after(self, step: int) -> bool:
         """Whether training pauses after so many steps; the same on every rank, asked ahead."""
         every = self._settings.every_steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from shoal.comm.consensus import rank_rows
@@ -11,15 +12,19 @@ from shoal.train.run_state import RunState
 
 
 def streaming(
-    loader: Loader | StreamLoader, run_state: RunState, ranks: Ranks
+    loader: Loader | StreamLoader,
+    run_state: RunState,
+    ranks: Ranks,
+    waits: Callable[[], None] | None,
 ) -> AbstractContextManager[None]:
     """Within it a stream continues where the run is, and SIGTERM ends it; of files nothing.
 
-    A collective call over several ranks.
+    A collective call over several ranks. `waits` is called about once a second while no batch
+    comes.
     """
     if not isinstance(loader, StreamLoader):
         return nullcontext()
-    loader.places = dict(run_state.places or {})
+    loader.places, loader.waits = dict(run_state.places or {}), waits
     control = ranks.background("stream")
     if control is not None:
 

@@ -271,3 +271,17 @@ def test_features_that_are_wrong(file: str, feature: object, message: str):
     source = {**SOURCE, "features": {"f": feature}, "paths": [file]}
     with pytest.raises(ConfigError, match=message):
         opened(source, split=LATER)
+
+
+def test_a_run_folder_of_before_may_name_a_setting_that_is_gone(file: str, tmp_path: Path):
+    settings = config.from_mapping(
+        {"name": "t", "data": {"source": {**SOURCE, "paths": [file]}, "split": LATER}}
+    )
+    text = config.to_yaml(settings)
+    before = tmp_path / "config.yaml"
+    before.write_text(text.replace("  replay: null\n", "  pace: null\n"))
+    assert "pace: null" in before.read_text()
+    assert config.load(before, environment={}) == settings
+    before.write_text(text.replace("  replay: null\n", "  pace:\n    speed: 2.0\n"))
+    with pytest.raises(ConfigError, match=r"data: pace: got .*it is data\.replay now"):
+        config.load(before, environment={})

@@ -7,6 +7,8 @@ import json
 import math
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
 from rich.console import Console
 
 from shoal import config, train
 from shoal.checkpoint import CheckpointStore
-from shoal.errors import InputError
+from shoal.data import StreamLoader
+from shoal.errors import ConfigError, InputError
 from shoal.models.tasks import sampled_logits
 from support.brokers import Brokers
 
@@ -162,6 +166,82 @@ def test_a_replay_of_a_file_is_resumed(settings: dict[str, Any], tmp_path: Path)
     again = run(replayed(settings), resume=str(folder))
     assert again.examples == 40
     assert again.metrics["deepfm"]["log_loss"] == whole.metrics["deepfm"]["log_loss"]
+
+
+@pytest.mark.slow
+def test_the_config_of_the_page_trains_publishes_and_names_bad_records(
+    brokers: Brokers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    page = Path(__file__).parents[3] / "docs" / "guide" / "online.md"
+    text = page.read_text().partition("```yaml\n")[2].partition("```")[0]
+    settings = yaml.safe_load(text)
+    count, now_s = 1100, int(time.time())
+    rows = [
+        {"user": n % 50, "item": f"i{n % 20}", "seen": [n % 20], "price": n / 100,
+         "clicked": n % 2, "at": now_s - 3600 + n}
+        for n in range(count)
+    ]  # fmt: skip
+    for n, row in enumerate(rows):
+        if n == 30:
+            brokers.send("page", b"poison", 0)
+        brokers.send("page", json.dumps(row).encode(), n % 4)
+    brokers.flush()
+    monkeypatch.chdir(tmp_path)
+    pq.write_table(pa.Table.from_pylist(rows[:100]), "held_out.parquet")
+    stream = settings["data"]["source"]["stream"]
+    stream |= {"servers": list(brokers.servers), "topic": "page", "begin": "earliest"}
+    settings["data"]["max_examples"] = count
+    settings["publish"] |= {"address": "tcp://127.0.0.1:0", "linger_s": 0.1}
+    result = run(settings)
+    assert result.examples == count
+    assert result.rows["user"] == 50, "each came three times"
+    (line,) = Path("bad-records.jsonl").read_text().splitlines()
+    assert json.loads(line)["file"] == "page/0"
+    # The same command finds nothing left to do.
+    assert run(settings).steps == result.steps
+
+
+@pytest.mark.slow
+def test_a_silent_stream_does_not_hold_up_saves(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """No batch comes after the last record, and the save of what it taught is due then."""
+    monkeypatch.setattr("shoal.data.loader._WAITS_S", 0.1)
+    settings["checkpoint"] = {"every_s": 1.0, "dir": str(tmp_path / "saves")}
+    stopped: list[StreamLoader] = []
+    start = StreamLoader.batches
+
+    def started(loader: StreamLoader, position: int = 0) -> Any:
+        stopped.append(loader)
+        return start(loader, position)
+
+    monkeypatch.setattr(StreamLoader, "batches", started)
+    store, found = CheckpointStore(str(tmp_path / "saves")), []
+
+    def watch() -> None:
+        until_s = time.monotonic() + 50
+        while not found and time.monotonic() < until_s:
+            newest = store.latest()
+            if newest is not None and newest.step == EXAMPLES // BATCH:
+                found.append(newest.step)
+            time.sleep(0.05)
+        stopped[0].stop()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    run(settings)
+    watcher.join(60)
+    assert found == [EXAMPLES // BATCH]
+
+
+def test_a_run_on_files_is_not_continued_as_a_replay(settings: dict[str, Any]):
+    """Its place in the files says nothing about the order of time."""
+    files = replayed(settings) | {"checkpoint": {"every_steps": 2}}
+    files["data"] |= {"replay": None, "max_examples": 16}
+    folder = run(files).folder
+    files["data"] |= {"replay": {}}
+    with pytest.raises(ConfigError, match=r"data\.replay"):
+        run(files, resume=str(folder))
 
 
 def test_logits_of_a_sampled_stream():
