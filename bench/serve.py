@@ -324,7 +324,7 @@ def plain(run: str) -> None:
 class Examples:
     """What `Scorer` reads of a batch."""
 
-    event_time_s = 0
+    event_time_s, negatives = 0, None
 
     def __init__(self, ids: Any, dense: Any) -> None:
         self.ids, self.dense = ids, dense

@@ -20,6 +20,7 @@ from shoal import (
 )
 from shoal.distributed.metrics import AllToAllMetrics
 from shoal.errors import ConfigError
+from shoal.exchange.wire import Wire
 from support.ranks import run_ranks
 
 
@@ -38,10 +39,10 @@ class Lookups(nn.Module):
         return found["x"].sum() + found["y"].sum()
 
 
-def counted() -> tuple[dict[str, float], dict[str, Any], list[str], int]:
+def counted(wire: Wire | None = None) -> tuple[dict[str, float], dict[str, Any], list[str], int]:
     mesh = comm.init(device="cpu")
     model = DistributedModelParallel(
-        Lookups(), placement={"a/b": "row_wise", "c": "column_wise"}, mesh=mesh
+        Lookups(), placement={"a/b": "row_wise", "c": "column_wise"}, mesh=mesh, wire=wire
     )
     metrics = AllToAllMetrics.of(model, by_table=True)
     assert metrics.scalars() == {}
@@ -79,13 +80,21 @@ def test_splits_and_indices_of_rows_and_gradients() -> None:
     assert sum(to_c) == 4
     assert found["alltoall/gradient_floats_to_rank_max/c"] == max(to_c)
     assert found["alltoall/hottest_share/a/b"] == 0.75
-    assert found["alltoall/index_min"] == 0
     assert 4 <= found["alltoall/index_max"] <= 6  # where the last row of 2 or 4 starts
     for rank in range(2):
         assert (
             found[f"alltoall/gradient_floats_to_rank/{rank}"]
             == (both[rank][0]["alltoall/row_floats_to_rank/0"])
         )  # rows come back along the splits that gradients go
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_bytes_are_those_of_the_wire() -> None:
+    (found, *_), _ = run_ranks(2, counted, Wire(rows="bfloat16", grads="int8"))
+    assert found["alltoall/row_bytes"] == 2 * (2 * 2 + 4)
+    # A byte a float, and a scale of 4 bytes a row.
+    assert found["alltoall/gradient_bytes"] == 2 * (2 + 4) + (4 + 4)
 
 
 def test_a_model_on_one_rank_has_nothing_to_watch() -> None:

@@ -13,11 +13,13 @@ import torch
 
 from hrm.dataset import read_split
 from hrm.learner import Learner, LearnerConfig
+from hrm.model import ReasoningModel
 from hrm.model_config import ModelConfig
+from hrm.original import load_original
 from hrm.puzzle_table import TABLE
 from hrm.rule_task import RuleTask, build_rule_task
 from hrm.sampler import Share, TestBatches, TrainSampler
-from shoal import comm
+from shoal import Table, comm
 from support.id_groups import groups_of
 from support.ranks import run_ranks
 from support.spread_model import on_mesh
@@ -168,6 +170,38 @@ def saved(learner: Learner, path: Path) -> Path:
 def test_a_learner_goes_on_bit_for_bit(tmp_path: Path) -> None:
     got, want = on_mesh(resumed, data_at(tmp_path))
     check_close(got, want, exact=True)
+
+
+def loaded(mesh: comm.Mesh, path: str, placement: str) -> tuple[torch.Tensor, int]:
+    learner = Learner(
+        MODEL, dataclasses.replace(CONFIG, placement=placement), Share(2, mesh.rank, 2), mesh
+    )
+    seen: list[int] = []
+    table = learner.table.rows.table(TABLE)  # type: ignore[union-attr]
+    assign = Table.assign
+    Table.assign = lambda self, ids, *rest, **more: (  # type: ignore[method-assign, assignment]
+        seen.append(len(ids)),
+        assign(self, ids, *rest, **more),
+    )[1]
+    try:
+        load_original(path, learner)
+    finally:
+        Table.assign = assign  # type: ignore[method-assign]
+    return table.lookup(torch.arange(IDS)), sum(seen)
+
+
+@pytest.mark.parametrize("placement", ["data_parallel", "row_wise"])
+def test_rows_of_the_original_are_sent_once(tmp_path: Path, placement: str) -> None:
+    state = {
+        name.replace("_D", "").replace("embed_tokens.", "embed_tokens.embedding_"): one
+        for name, one in ReasoningModel(MODEL, seed=3).state_dict().items()
+    }
+    rows = torch.randn(IDS, MODEL.puzzle_dim)
+    torch.save({**state, "puzzle_emb.weights": rows}, tmp_path / "step_7")
+    found = run_ranks(2, on_mesh, loaded, str(tmp_path / "step_7"), placement)
+    assert [sent for _, sent in found] == [IDS, 0]
+    for there, _ in found:
+        torch.testing.assert_close(there, rows, rtol=0, atol=0)
 
 
 def frozen(mesh: comm.Mesh, root: str) -> tuple[int, int]:

@@ -51,17 +51,27 @@ def load_original(path: str | Path, learner: Learner) -> None:
             for name in sorted(own.keys() & found.keys())
             if found[name].shape != own[name].shape
         ),
+        *(
+            f"{name} other than {_of_fast(name)}, here one network"
+            for name in sorted(found)
+            if _twice(name, state) and _of_fast(name) in found
+            if not torch.equal(found[name], found[_of_fast(name)])
+        ),
     ]
     dim = learner.model.config.puzzle_dim
-    width = 0 if rows_NR is None else rows_NR.shape[1]
-    if width != dim:
-        problems.append(f"rows of puzzles {width} wide, here {dim}")
+    shape = (0, 0) if rows_NR is None else tuple(rows_NR.shape)
+    if len(shape) != 2:
+        problems.append(f"rows of puzzles of shape {shape}, here (N, {dim})")
+    elif shape[1] != dim:
+        problems.append(f"rows of puzzles {shape[1]} wide, here {dim}")
     if problems:
         raise _refused(path, "; ".join(problems[:5]))
     with torch.no_grad():
         for name, value in own.items():
             value.copy_(found[name])
     if rows_NR is not None and learner.table is not None:
+        if learner.mesh.rank:  # rows of rank 0 reach their owners
+            rows_NR = rows_NR[:0]
         ids_N = torch.arange(len(rows_NR), device=learner.mesh.device)
         learner.table.rows.table(TABLE).assign(ids_N, rows_NR.float().to(ids_N.device))
     if learner.average is not None:
@@ -73,7 +83,9 @@ def _read(path: str | Path) -> dict[str, Tensor]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
         raise _refused(path, f"{type(error).__name__}: {error}") from error
-    if not isinstance(state, dict) or not all(isinstance(one, Tensor) for one in state.values()):
+    if not isinstance(state, dict) or not all(
+        isinstance(name, str) and isinstance(one, Tensor) for name, one in state.items()
+    ):
         raise _refused(path, "something else than tensors by name")
     return state
 
@@ -87,8 +99,13 @@ def _here(name: str) -> str:
 
 def _twice(name: str, state: dict[str, Tensor]) -> bool:
     """Whether a weight of the slow module is the fast one's, too."""
-    other = state.get(name.replace("H_level.", "L_level.", 1))
-    return name.startswith("H_level.") and other is state[name]
+    own = state.get(name)
+    return name.startswith("H_level.") and own is not None and state.get(_of_fast(name)) is own
+
+
+def _of_fast(name: str) -> str:
+    """The fast module's name of a weight of the slow one."""
+    return name.replace("H_level.", "L_level.", 1)
 
 
 def _refused(path: str | Path, got: str) -> CheckpointError:

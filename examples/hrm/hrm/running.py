@@ -273,7 +273,7 @@ class Run:
         if self._waits is not None:
             waited_s, self._waited_s = self._waited_s, self._waits.total_s
             speed["communication_share"] = (self._waited_s - waited_s) * rate / steps
-            waiting = f", {speed['communication_share']:.0%} communication"
+            waiting = f", {speed['communication_share']:.0%} communication but for DDP's"
         self.log.write(step, "train", {**figures, **speed})
         self.log.say(
             f"step {step}/{self.total_steps}: {shown(figures)} | {rate:.2f} steps/s, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -16,7 +17,8 @@ from shoal.errors import ConfigError, DataError, unknown_name
 
 _LABELS = ("label", "target", "y", "click", "clicked", "is_click", "converted", "conversion")
 _TIMES = ("time", "timestamp", "event_time", "event_time_s", "ts", "datetime", "date")
-_SAMPLED = 100_000  # rows that are read to see which numbers are labels
+_SAMPLED = 100_000  # rows that are read to see what columns hold
+_MANY = 100  # rows, no two of which have the same id: the id is of the row
 _HELD_OUT = 0.9  # of the events train, later ones evaluate
 
 
@@ -69,6 +71,10 @@ def examples(
             if not (path.is_file() and path.read_text(encoding="utf-8") == text):
                 _write_new(path, text)
             print_line(out, f"wrote {path}")
+        first = shipped[wanted[0]].read_text(encoding="utf-8")
+        made = re.search(r"^#   (shoal data synth .*?) +#", first, flags=re.MULTILINE)
+        if made:
+            print_line(out, f"Make its data with: {made[1]}")
         print_line(out, f"Train it with: shoal train {folder / wanted[0]}.yaml")
 
 
@@ -86,14 +92,15 @@ def init(
         str | None, option("NAME", "Column of the label, 0 or 1; found by its name and values.")
     ] = None,
     time: Annotated[
-        str | None, option("NAME", "Column of the event time; found by its name and type.")
+        str | None,
+        option("NAME", "Column of the event time, or none; found by its name and type."),
     ] = None,
     debug: Debug = False,
 ) -> None:
     """Write a config to start from, which trains as it is: of the flights, or of Parquet files.
 
     Of Parquet files, text and integers become ids, floating numbers dense inputs. Without --eval,
-    the last tenth of the events is for evaluation.
+    the last tenth of the events is for evaluation. Comments in the file name what is not used.
 
     Examples:
 
@@ -104,8 +111,9 @@ def init(
     with clean_errors(debug):
         if file.suffix != ".yaml":
             raise ConfigError("file to write", file, "a name that ends in .yaml", "Add .yaml.")
+        note = ""
         if data:
-            text = _starter(file, data, list(eval_data or ()), label, time)
+            text, note = _starter(file, data, list(eval_data or ()), label, time)
         elif label or time or eval_data:
             allowed = "these three with --data"
             raise ConfigError("--label, --time and --eval", "no --data", allowed, "Add --data.")
@@ -115,6 +123,8 @@ def init(
             text = text.replace("\nname: flights\n", f"\nname: {_name_of(file)}\n")
         _write_new(file, text)
         print_line(console(), f"wrote {file}")
+        if note:
+            print_line(console(), note)
         print_line(console(), f"Train it with: shoal train {file}")
 
 
@@ -151,62 +161,89 @@ class _Found:
 
     label: str = ""
     time: str | None = None
+    at: str | None = None  # the time that the files are split at
     ids: list[str] = field(default_factory=list)
     lists: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)  # ids, some of them null
     dense: list[str] = field(default_factory=list)
-    unused: list[str] = field(default_factory=list)
+    unused: dict[str, list[str]] = field(default_factory=dict)  # by the reason
+
+    def leave_out(self, name: str, reason: str) -> None:
+        """Do not use a column."""
+        self.unused.setdefault(reason, []).append(name)
 
 
 def _starter(
     file: Path, paths: list[str], eval_paths: list[str], label: str | None, time: str | None
-) -> str:
-    """A config of Parquet files."""
+) -> tuple[str, str]:
+    """A config of Parquet files, and what to know of it, if anything."""
     import pyarrow.parquet as pq
 
+    from shoal.data.columns import check_present
+
     try:
-        opened = [pq.ParquetFile(path) for path in paths]
+        opened = [pq.ParquetFile(path) for path in (*paths, *eval_paths)]
         sample = next(opened[0].iter_batches(_SAMPLED), None)
     except (OSError, ValueError) as error:
-        missing = [path for path in paths if not Path(path).is_file()]
+        missing = [path for path in (*paths, *eval_paths) if not Path(path).is_file()]
         got = f"no file {missing[0]}" if missing else error
-        remedy = "Check the path after --data; write other files as Parquet first."
+        remedy = "Check the paths of --data and --eval; write other files as Parquet first."
         raise DataError("data to start from", got, "Parquet files", remedy) from error
+    for path, one in zip((*paths, *eval_paths), opened, strict=True):
+        check_present(one.schema_arrow.names, one.schema_arrow.names, path)  # each once
     if sample is None:
         raise DataError("rows of the data", "none", "at least one", "Check --data.")
-    found = _columns(sample, label, time)
-    nulls = _with_nulls(opened)
-    found.missing = [name for name in found.ids if name in nulls]
-    found.ids = [name for name in found.ids if name not in nulls]
+    names = sample.schema.names
+    asked = None if time == "none" and time not in names else time
+    for name, what in ((label, "--label"), (asked, "--time")):
+        if name is not None and name not in names:
+            raise unknown_name(f"column of the data for {what}", name, names)
+    found = _Found(label=_label(sample, label))
+    times = _times(sample, found.label) if time is None else [asked] if asked else []
+    _split(found, times, paths, eval_paths, asked=asked is not None)
+    _sort_columns(found, sample)
+    _leave_out_nulls(found, opened)
     if not (found.ids or found.lists or found.missing):
-        got = ", ".join(map(repr, sample.schema.names))
+        got = ", ".join(map(repr, names))
         remedy = "Write ids as integers or text."
         raise DataError("id columns of the data", got, "one or more", remedy)
-    at = None if eval_paths or found.time is None else _split(paths, found.time)
-    return _yaml(file, found, paths, eval_paths, at)
+    note = ""
+    if not (eval_paths or found.at):
+        note = "Evaluation is of the training files, as no time splits them: name others by --eval."
+    return _yaml(file, found, paths, eval_paths, note), note
 
 
-def _columns(sample: Any, label: str | None, time: str | None) -> _Found:
+def _sort_columns(found: _Found, sample: Any) -> None:
+    """Say what each column is for that is not yet used or left out."""
     import pyarrow as pa
+    import pyarrow.compute as pc
 
-    names, types = list(sample.schema.names), pa.types
-    for asked, what in ((label, "--label"), (time, "--time")):
-        if asked is not None and asked not in names:
-            raise unknown_name(f"column of the data for {what}", asked, names)
-    found = _Found(label=label or _label(sample))
-    found.time = time or _time(sample, found.label)
-    for name, kind in zip(names, sample.schema.types, strict=True):
-        if types.is_dictionary(kind):
+    from shoal.data.columns import decoded, is_list
+
+    known = {found.label, found.time, *(name for some in found.unused.values() for name in some)}
+    alone = []
+    for name, kind in zip(sample.schema.names, sample.schema.types, strict=True):
+        if pa.types.is_dictionary(kind):
             kind = kind.value_type
-        if name in (found.label, found.time):
+        if name in known:
             continue
-        if types.is_list(kind) or types.is_large_list(kind):
-            (found.lists if _is_id(kind.value_type) else found.unused).append(name)
-        elif types.is_floating(kind) or types.is_decimal(kind):
+        if not name.isprintable():  # in configs no key is
+            found.leave_out(name, "a name that is not printable")
+        elif is_list(kind) and _is_id(kind.value_type):
+            found.lists.append(name)
+        elif pa.types.is_floating(kind) or pa.types.is_decimal(kind):
             found.dense.append(name)
+        elif not _is_id(kind):
+            found.leave_out(name, "neither ids nor numbers")
         else:
-            (found.ids if _is_id(kind) else found.unused).append(name)
-    return found
+            column = decoded(sample[name])
+            some = len(column) - column.null_count
+            many = some >= _MANY and len(pc.unique(column.drop_null())) == some
+            (alone if many else found.ids).append(name)
+    if not (found.ids or found.lists):
+        alone, found.ids = [], alone
+    for name in alone:
+        found.leave_out(name, "no two rows have the same")
 
 
 def _is_id(kind: Any) -> bool:
@@ -215,8 +252,8 @@ def _is_id(kind: Any) -> bool:
     return str(kind) in (*TEXT_TYPES, "bool") or str(kind).startswith(("int", "uint"))
 
 
-def _label(sample: Any) -> str:
-    """The one column that a label's name or values have."""
+def _label(sample: Any, asked: str | None) -> str:
+    """The one column that a label's name or values have; the one asked for, if it is of 0 and 1."""
     import pyarrow.compute as pc
 
     binary = []
@@ -225,6 +262,16 @@ def _label(sample: Any) -> str:
             values = {value for value in pc.unique(sample[name]).to_pylist()[:3]}
             if values <= {0, 1}:
                 binary.append(name)
+    if asked is not None:
+        if asked not in binary:
+            shown = ", ".join(repr(value) for value in sample[asked][:4].to_pylist())
+            raise ConfigError(
+                f"label {asked!r} of the data",
+                got=f"{sample[asked].type}: {shown[:100]}, ...",
+                allowed="numbers 0 and 1, none missing",
+                remedy="Write such a column, or name another with --label.",
+            )
+        return asked
     known = [name for name in binary if name.lower() in _LABELS]
     if len(known or binary) != 1:
         raise ConfigError(
@@ -236,8 +283,8 @@ def _label(sample: Any) -> str:
     return str((known or binary)[0])
 
 
-def _time(sample: Any, label: str) -> str | None:
-    """A column of times, or of whole seconds with a time's name."""
+def _times(sample: Any, label: str) -> list[str]:
+    """Columns of times, then those of whole seconds with a time's name."""
     kinds = dict(zip(sample.schema.names, map(str, sample.schema.types), strict=True))
     stamps = [name for name, kind in kinds.items() if kind.startswith("timestamp")]
     named = [
@@ -247,75 +294,122 @@ def _time(sample: Any, label: str) -> str | None:
         and name != label
         and (kind.startswith("date") or kind in ("int32", "int64", "uint32", "uint64"))
     ]
-    return next(iter([*stamps, *named]), None)
+    return [*stamps, *named]
 
 
-def _with_nulls(opened: Iterable[Any]) -> set[str]:
-    """Columns that are null in some row, or for which no file says."""
-    found = set()
+def _split(
+    found: _Found, times: list[str], paths: list[str], eval_paths: list[str], *, asked: bool
+) -> None:
+    """Take the first of these columns that can be read as times, and split by it without --eval.
+
+    The last tenth is from the split on; there is none if all events are at one time.
+
+    Raises:
+        DataError: the one that was asked for cannot be read.
+    """
+    import numpy as np
+
+    for name in times:
+        try:
+            seconds = np.sort(np.concatenate([_seconds(path, name) for path in paths]))
+            for path in eval_paths:
+                _seconds(path, name)
+        except DataError as error:
+            if asked:
+                raise
+            found.leave_out(name, f"no time ({' '.join(str(error).split())})")
+            continue
+        found.time = name
+        at = int(seconds[int(len(seconds) * _HELD_OUT)])
+        if not eval_paths and at != seconds[0]:
+            found.at = datetime.fromtimestamp(at, timezone.utc).isoformat()
+        return
+
+
+def _seconds(path: str, time: str) -> Any:
+    """The times of a file."""
+    import pyarrow.parquet as pq
+
+    from shoal.data.columns import Rows, check_present, decoded, times
+
+    check_present([time], pq.read_schema(path).names, path)
+    return times(decoded(pq.read_table(path, columns=[time])[time]), time, Rows(path)).numpy()
+
+
+def _leave_out_nulls(found: _Found, opened: list[Any]) -> None:
+    """Ids that are null in some row get a default; lists with a null in one are not used."""
+    nulls = set()  # paths of what is null in some row, or of which no file says
     for file in opened:
         for group in range(file.metadata.num_row_groups):
             for index in range(file.metadata.num_columns):
                 column = file.metadata.row_group(group).column(index)
                 stats = column.statistics
                 if stats is None or not stats.has_null_count or stats.null_count:
-                    found.add(column.path_in_schema.partition(".")[0])
-    return found
+                    nulls.add(column.path_in_schema)
+    found.missing = [name for name in found.ids if name in nulls]
+    found.ids = [name for name in found.ids if name not in nulls]
+    for name in list(found.lists):
+        # Also an empty list counts as a null.
+        if any(path.startswith(f"{name}.") for path in nulls) and any(
+            batch[name].flatten().null_count
+            for file in opened
+            if name in file.schema_arrow.names
+            for batch in file.iter_batches(columns=[name])
+        ):
+            found.lists.remove(name)
+            found.leave_out(name, "null in some list")
 
 
-def _split(paths: list[str], time: str) -> str | None:
-    """The time from which on events are the last tenth; None if all are at one time."""
-    import numpy as np
-    import pyarrow.parquet as pq
+def _quoted(text: str) -> str:
+    """A text as YAML on one line, whatever is in it."""
+    import yaml  # type: ignore[import-untyped]
 
-    from shoal.data.columns import Rows, decoded, times
-
-    read = [decoded(pq.read_table(path, columns=[time])[time]) for path in paths]
-    every = [times(one, time, Rows(path)) for path, one in zip(paths, read, strict=True)]
-    seconds = np.sort(np.concatenate([one.numpy() for one in every]))
-    at = int(seconds[int(len(seconds) * _HELD_OUT)])
-    return None if at == seconds[0] else datetime.fromtimestamp(at, timezone.utc).isoformat()
+    dumped = yaml.safe_dump(text, default_style='"', allow_unicode=True, width=float("inf"))
+    return str(dumped).rstrip("\n")
 
 
-def _yaml(
-    file: Path, found: _Found, paths: list[str], eval_paths: list[str], at: str | None
-) -> str:
+def _value(text: str) -> str:
+    """A text as a value, in which no other setting is looked up."""
+    return _quoted(text.replace("${", "\\${"))
+
+
+def _listed(texts: Iterable[str]) -> str:
+    return "[" + ", ".join(map(_value, texts)) + "]"
+
+
+def _yaml(file: Path, found: _Found, paths: list[str], eval_paths: list[str], note: str) -> str:
     """The config's text, with what to think of next as comments."""
-    import json
-
-    def listed(names: Iterable[str]) -> str:
-        return "[" + ", ".join(json.dumps(name, ensure_ascii=False) for name in names) + "]"
-
     rows = [
-        f"# Made by shoal init from {os.path.basename(paths[0])}. Train with: shoal train {file}",
-        "# All settings: docs/guide/config.md. All of this run: shoal train FILE --print-config",
+        f"# Made by shoal init from {_quoted(os.path.basename(paths[0]))}. Train with:",
+        f"#   shoal train {' '.join(str(file).split())}",
+        "# All settings of this run, with their defaults: shoal train FILE --print-config",
         f"name: {_name_of(file)}",
         "",
         "data:",
         "  source:",
         "    kind: parquet",
-        f"    paths: {listed(paths)}",
+        f"    paths: {_listed(paths)}",
     ]
-    if at is None:
-        if not eval_paths:
-            rows.append("    # No column of times, so the same examples: name held-out files.")
-        rows.append(f"    eval_paths: {listed(eval_paths or paths)}")
-    rows.append(f"    label: {json.dumps(found.label)}")
+    if note:
+        rows.append(f"    # {note}")
+    if found.at is None:
+        rows.append(f"    eval_paths: {_listed(eval_paths or paths)}")
+    rows.append(f"    label: {_value(found.label)}")
     if found.time is not None:
-        rows.append(f"    time: {json.dumps(found.time)}")
+        rows.append(f"    time: {_value(found.time)}")
     if found.dense:
-        rows += [f"    dense: {listed(found.dense)}", "    dense_fill: 0.0  # for null and NaN"]
+        rows += [f"    dense: {_listed(found.dense)}", "    dense_fill: 0.0  # for null and NaN"]
     if found.ids or found.lists:
         rows.append("    ids:")
-        rows += [f"      {json.dumps(name)}: {{}}" for name in found.ids]
-        rows += [f"      {json.dumps(name)}: {{is_list: true}}" for name in found.lists]
+        rows += [f"      {_quoted(name)}: {{}}" for name in found.ids]
+        rows += [f"      {_quoted(name)}: {{is_list: true}}" for name in found.lists]
     if found.missing:
         rows.append("    features:  # ids that are missing in some rows")
-        rows += [f"      {json.dumps(name)}: {{kind: id, default: ''}}" for name in found.missing]
-    if found.unused:
-        rows.append(f"    # Not used, as neither ids nor numbers: {', '.join(found.unused)}")
-    if at is not None:
-        rows.append(f"  split: {at}  # train before, evaluate from then on")
+        rows += [f"      {_quoted(name)}: {{kind: id, default: ''}}" for name in found.missing]
+    for reason, names in found.unused.items():
+        rows.append(f"    # Not used, {reason}: {', '.join(map(_quoted, names))}")
+    if found.at is not None:
+        rows.append(f"  split: {found.at}  # train before, evaluate from then on")
     rows += [
         "  batch_size: 512",
         "",

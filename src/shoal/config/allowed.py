@@ -1,9 +1,11 @@
-"""What a setting may be, in the words of this package's pages: of what pydantic says was wrong."""
+"""What a setting may be, in the words of this package's pages, and what it is if it is left out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -59,3 +61,29 @@ def _allowed(error: ErrorDetails) -> str:
         return _BOUNDS[kind].format(**context)
     found = _KINDS.get(kind.partition("_")[0])
     return found or error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+
+
+def is_bool_for_number(value: Any, hint: Any) -> bool:
+    """Whether a true or false in `value` would pass for a 1 or 0, which pydantic lets it."""
+    items = value if isinstance(value, list | tuple) else [value]
+    return "bool" not in str(hint) and any(isinstance(item, bool) for item in items)
+
+
+def with_patterns(value: Any, default_kind: str) -> Any:
+    """Settings of a dense optimizer; those by pattern take over what they leave out.
+
+    Arguments of another kind of optimizer do not carry over.
+    """
+    if not isinstance(value, Mapping) or not isinstance(value.get("parameters"), Mapping):
+        return value
+    kind, filled = value.get("kind", default_kind), {}
+    for pattern, rule in value["parameters"].items():
+        own = rule
+        if isinstance(rule, BaseModel):
+            own = {name: getattr(rule, name) for name in rule.model_fields_set}
+        if isinstance(own, Mapping):
+            same = own.get("kind", kind) == kind
+            kept = ("kind", "lr", "weight_decay", "options") if same else ("lr", "weight_decay")
+            own = {key: value[key] for key in kept if key in value} | dict(own)
+        filled[pattern] = own
+    return {**value, "parameters": filled}

@@ -134,10 +134,6 @@ def from_mapping(settings: Mapping[str, Any]) -> RunConfig:
             for name, own in tables.items()
         }
         settings = {**settings, "tables": spread}
-    dense = settings.get("dense_optimizer")
-    if isinstance(dense, Mapping) and isinstance(dense.get("parameters"), Mapping):
-        parts = {name: _as_for_all(dense, own) for name, own in dense["parameters"].items()}
-        settings = {**settings, "dense_optimizer": {**dense, "parameters": parts}}
     return validate(RunConfig, settings)
 
 
@@ -152,15 +148,6 @@ def _without_removed(settings: Mapping[str, Any]) -> Mapping[str, Any]:
             raise ConfigError(f"config key {path}", own[key], allowed, remedy)
         settings = {**settings, part: {name: own[name] for name in own if name != key}}
     return settings
-
-
-def _as_for_all(dense: Mapping[str, Any], own: Any) -> Any:
-    """Settings of some dense weights; arguments of another kind of optimizer do not carry over."""
-    if not isinstance(own, Mapping):
-        return own
-    same = own.get("kind", dense.get("kind")) == dense.get("kind")
-    kept = ("kind", "lr", "weight_decay", "options") if same else ("lr", "weight_decay")
-    return {key: dense[key] for key in kept if key in dense} | dict(own)
 
 
 def validate(tree: type[Tree], settings: Mapping[str, Any]) -> Tree:

@@ -23,7 +23,7 @@ from pydantic import (
 )
 from pydantic_core import core_schema
 
-from shoal.config.allowed import DEVICE, NAME, allowed_by
+from shoal.config.allowed import DEVICE, NAME, allowed_by, is_bool_for_number, with_patterns
 from shoal.data.feature_set import (
     ID_RULES,
     ElementWise,
@@ -154,31 +154,21 @@ def _convert(value: Any, hint: Any, what: str) -> Any:
             if any(isinstance(option, type) and issubclass(option, base) for option in options):
                 return build(value, registry)
         value = tuple(sorted(value.items()))
-    if _is_bool_for_number(value, hint):
+    if is_bool_for_number(value, hint):
         allowed = "a number"
         raise ConfigError(what, got=repr(value), allowed=allowed, remedy="Change the setting.")
     try:
         adapter = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
         return adapter.validate_python(value)
     except ValidationError as error:
-        raise ConfigError(
-            what,
-            got=repr(value),
-            allowed=allowed_by(error.errors()),
-            remedy="Change the setting.",
-        ) from error
+        allowed = allowed_by(error.errors())
+        raise ConfigError(what, repr(value), allowed, "Change the setting.") from error
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return typing.get_args(hint)
     return (hint,)
-
-
-def _is_bool_for_number(value: Any, hint: Any) -> bool:
-    """Whether a true or false in `value` would pass for a 1 or 0, which pydantic lets it."""
-    items = value if isinstance(value, list | tuple) else [value]
-    return "bool" not in str(hint) and any(isinstance(item, bool) for item in items)
 
 
 class Section(BaseModel):
@@ -202,7 +192,7 @@ class Section(BaseModel):
                     unknown = UnknownName(f"unknown config key {key}")
                     unknown.args = (*unknown.args, str(key), known)
                     raise unknown
-                if _is_bool_for_number(setting, cls.model_fields[key].annotation):
+                if is_bool_for_number(setting, cls.model_fields[key].annotation):
                     raise ValueError(f"{key}: true and false are no numbers; got {setting}")
         return value
 
@@ -530,6 +520,11 @@ class DenseOptimizerSettings(DenseRuleSettings):
 
     parameters: dict[str, DenseRuleSettings] = Field(default_factory=dict)
     ema: Annotated[float, Field(ge=0, lt=1)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _patterns_take_over(cls, value: Any) -> Any:
+        return with_patterns(value, cls.model_fields["kind"].default)
 
 
 MetricName = Literal["auc", "gauc", "log_loss", "ne"]

@@ -9,10 +9,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from shoal.data import columns
 from shoal.data.batch import Batch, TensorSource, places_of
 from shoal.data.features import Recipe
-from shoal.data.samplers import IdPlaces, Key, one_each, ranges, read_items
+from shoal.data.samplers import IdPlaces, Key, one_each, ranges, read_ids, read_items
 from shoal.errors import ConfigError, DataError, InputError
 from shoal.ragged import KeyedRagged
 
@@ -132,13 +131,15 @@ class ItemTree:
         attributes: tuple[str, ...] = (),
         seed: int = 0,
     ) -> ItemTree:
-        """Read the nodes of a file, Parquet or CSV; `parent` is its column of parents' ids.
+        """Read the nodes of a file, Parquet or CSV; column `parent` becomes ids as nodes do.
 
         Raises:
             DataError: a file that is missing, damaged, lacks a column, or as above.
+            ConfigError: ids of nodes that are made of several columns.
         """
-        nodes, column, rows = read_items(path, recipe, (settings.id, *attributes), parent)
-        return cls(nodes, columns.ids(column, parent, rows).numpy(), settings, seed=seed)
+        nodes, _, _ = read_items(path, recipe, (settings.id, *attributes), None)
+        parents = read_ids(path, recipe, settings.id, parent)
+        return cls(nodes, parents, settings, seed=seed)
 
     def _found_layers(self) -> list[_Ints]:
         """Places of the nodes of each layer, ascending."""
@@ -224,15 +225,23 @@ class ItemTree:
     def expanded(self, batch: Batch, key: Key) -> Batch:
         """Examples of the nodes of a batch's positives: features of a node, and of whose it is.
 
-        An example with label 0 leaves none.
+        An example with label 0 leaves none. Labels are a node's times the example's, of all tasks.
+
+        Raises:
+            InputError: a batch that has items of a sampler, or an item that is no leaf.
         """
+        if batch.negatives is not None:
+            allowed, remedy = "examples alone", "Leave the sampler out."
+            raise InputError("batch for a tree", "items of a sampler", allowed, remedy)
         positive = torch.nonzero(batch.labels > 0).squeeze(1).numpy()
         found = self.sample(one_each(batch.ids, self._settings.id)[positive], key)
-        rows = positive[found.rows_M]
-        labels = torch.from_numpy(found.labels_M)
+        made = self.with_nodes(batch, positive[found.rows_M], found.ids_M)
+        labels_M = torch.from_numpy(found.labels_M)
+        more = made.more_labels
         return replace(
-            self.with_nodes(batch, rows, found.ids_M),
-            labels=labels * batch.labels[torch.from_numpy(rows)],
+            made,
+            labels=made.labels * labels_M,
+            more_labels=None if more is None else more * labels_M.unsqueeze(1),
         )
 
     def with_nodes(self, batch: Batch, rows_M: _Ints, ids_M: _Ints) -> Batch:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast, get_args
 
 import numpy as np
 import torch
@@ -29,8 +29,10 @@ _Ints = np.ndarray[Any, np.dtype[np.int64]]
 _Floats = np.ndarray[Any, np.dtype[np.float64]]
 Key = tuple[int, ...]
 
-_ROUNDS = 4  # of draws that leave out what is in the batch, before its weight is taken out
 _SECTION = "data.sampler"
+
+
+Kind = Literal["negative", "no_edge"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +49,15 @@ class SamplerSettings:
         count: items drawn for a batch of a rank; all its examples share them.
         user: the feature whose ids identify users; for edges.
         edges: file with columns of `user` and `id`: what is no negative of whom.
-        hard_edges: file with such columns: hard negatives.
+        hard_edges: file with such columns: hard negatives, where they are no `edges`.
         hard_count: hard negatives of an example, at most.
         shared: one process on each node has the items, for all its ranks.
 
     Raises:
-        ConfigError: a number out of range, or edges without `user` or without a use.
+        ConfigError: an unknown kind, a number out of range, or edges without `user` or a use.
     """
 
-    kind: Literal["negative", "no_edge"] = "negative"
+    kind: Kind = "negative"
     items: str
     id: str
     weight: str | None = None
@@ -69,6 +71,10 @@ class SamplerSettings:
 
     def __post_init__(self) -> None:
         remedy = "Change the setting."
+        if self.kind not in get_args(Kind):
+            raise ConfigError(
+                f"kind of {_SECTION}", repr(self.kind), " or ".join(get_args(Kind)), remedy
+            )
         for name, value, least in (("count", self.count, 1), ("hard_count", self.hard_count, 0)):
             if not least <= value <= 1 << 24:
                 raise ConfigError(f"{name} of {_SECTION}", value, f"{least}..{1 << 24}", remedy)
@@ -137,12 +143,14 @@ class Sampler:
         items: one example for each item, with the features that items have.
         weights: float64 [items], above 0 and finite; None: all 1.
         settings: counts, and features that identify items and users.
-        edges, hard_edges: int64 ([E], [E]): ids of users and of items.
-        seed: of all draws.
+        edges, hard_edges: int64 ([E], [E]): ids of users and of items; as `settings` has them.
+        seed: of all draws, 0 or more.
         where: names the items in messages.
 
     Raises:
-        DataError: an id twice, a weight that is not so, an edge to an unknown item, no items.
+        ConfigError: a seed below 0, edges that are missing.
+        DataError: an id twice, a weight that is not so, or a sum of them that is not finite, an
+            edge to an unknown item, no items, no edges.
         InputError: an item without one id.
     """
 
@@ -159,6 +167,8 @@ class Sampler:
     ) -> None:
         self.id, self.user = settings.id, settings.user
         self._items, self._settings, self._seed = items, settings, seed
+        if seed < 0:
+            raise ConfigError("seed of a sampler", seed, "0 or more", "Choose another.")
         if not len(items):
             raise DataError(where, "no items", "one or more", "Check what wrote the file.")
         every = items.take(torch.arange(len(items), device="cpu")).ids
@@ -169,9 +179,13 @@ class Sampler:
             what, allowed = f"weight in row {bad[0]} of {where}", "above 0, and finite"
             raise DataError(what, own[bad[0]], allowed, "Leave the item out, or correct it.")
         self._weights = own
-        self._sums = np.cumsum(own)
-        self._edges = None if edges is None else self._known(edges, "edges", where)
-        self._hard = None if hard_edges is None else self._known(hard_edges, "hard_edges", where)
+        with np.errstate(over="ignore"):  # refused below
+            self._sums = np.cumsum(own)
+        if not np.isfinite(self._sums[-1]):
+            what, remedy = f"sum of the weights of {where}", "Scale them down."
+            raise DataError(what, self._sums[-1], "a finite number", remedy)
+        self._edges = self._known("edges", settings.edges, edges, where)
+        self._hard = self._known("hard_edges", settings.hard_edges, hard_edges, where)
 
     @classmethod
     def open(cls, settings: SamplerSettings, recipe: Recipe, *, seed: int = 0) -> Sampler:
@@ -242,18 +256,20 @@ class Sampler:
             remedy = "Use smaller batches, or more items."
             got = f"all {left_out.size} are in the batch"
             raise InputError("items to draw negatives of", got, allowed, remedy)
-        left = self._sums[-1] - self._weights[left_out].sum()
-        found, rounds = np.empty(0, np.int64), 0
-        while found.size < count and rounds < _ROUNDS:
-            more = _by_weight(self._sums, count - found.size, rng)
-            found = np.concatenate([found, more[~_among(more, left_out)]])
-            rounds += 1
-        if found.size < count or left < 1e-6 * self._sums[-1]:  # differences lose digits
+        total, left = self._sums[-1], self._sums[-1] - self._weights[left_out].sum()
+        if left < 1e-6 * total or count * total > left * self._weights.size:
+            # Differences lose digits; and so many draws would cost more than to sum what is left.
             weights = self._weights.copy()
             weights[left_out] = 0.0
             sums = np.cumsum(weights)
-            more = _by_weight(sums, count - found.size, rng)
-            found, left = np.concatenate([found, more]), sums[-1]
+            found, left = _by_weight(sums, count, rng), sums[-1]
+        else:
+            found = np.empty(0, np.int64)
+            while found.size < count:
+                draws = math.ceil((count - found.size) * total / left * 1.2)
+                more = _by_weight(self._sums, draws, rng)
+                found = np.concatenate([found, more[~_among(more, left_out)]])
+            found = found[:count]
         return found, math.log(max(count, 1)) + np.log(self._weights[found] / left)
 
     def _hard_of(
@@ -263,6 +279,10 @@ class Sampler:
         assert self._hard is not None
         rows_M, items_M = self._hard.of(users_B)
         others = items_M != own_B[rows_M]
+        if self._edges is not None:
+            rows_K, edges_K = self._edges.of(users_B)
+            size = self._weights.size
+            others &= ~np.isin(rows_M * size + items_M, rows_K * size + edges_K)
         rows_M, items_M = rows_M[others], items_M[others]
         order = np.lexsort((rng.random(rows_M.size), rows_M))
         rows_M, items_M = rows_M[order], items_M[order]
@@ -282,14 +302,25 @@ class Sampler:
         pairs_K2 = np.stack([np.repeat(rows_M, repeats_M), at_K], axis=1)
         return cast(_Ints, pairs_K2[pairs_K2[:, 0] != at_K])
 
-    def _known(self, edges: tuple[_Ints, _Ints], name: str, where: str) -> _Edges:
+    def _known(
+        self, name: str, file: str | None, edges: tuple[_Ints, _Ints] | None, where: str
+    ) -> _Edges | None:
+        if (edges is None) != (file is None):
+            given = "none" if edges is None else "some"
+            allowed = "edges if the settings name them, else none"
+            raise ConfigError(f"{name} of a sampler", given, allowed, f"Give or leave out {name}.")
+        if edges is None:
+            return None
         users_E, ids_E = edges
+        if not users_E.size:
+            remedy = "Check what wrote the file, or leave it out."
+            raise DataError(f"{name} in {file}", "none", "one or more", remedy)
         items_E = self._places.of(ids_E)
         unknown = np.flatnonzero(items_E < 0)
         if unknown.size:
             got, allowed = f"no item {ids_E[unknown[0]]}", f"ids of {where}"
             remedy = "Add the item, or leave the edge out."
-            raise DataError(f"item in row {unknown[0]} of {name}", got, allowed, remedy)
+            raise DataError(f"item in row {unknown[0]} of {file}", got, allowed, remedy)
         return _Edges(users_E, items_E)
 
 
@@ -326,7 +357,8 @@ class _Edges:
     def of(self, users_B: _Ints) -> tuple[_Ints, _Ints]:
         """(Example, item) of each edge of some users, by example."""
         at_B = np.searchsorted(self._users, users_B)
-        counts_B = np.diff(self._starts, append=self._starts[-1:])[at_B]
+        next_B = np.minimum(at_B + 1, self._users.size)
+        counts_B = self._starts[next_B] - self._starts[at_B]
         counts_B = np.where(_among(users_B, self._users), counts_B, 0)
         edges_M = ranges(self._starts[at_B], counts_B)
         return np.repeat(np.arange(users_B.size), counts_B), self._items[edges_M]
@@ -447,6 +479,24 @@ def read_items(
             parts[name] = part.values
     found = TensorSource(parts, torch.zeros(ids.batch_size, device="cpu"), id_weights=weights)
     return found, None if more is None else columns.decoded(table.column(more)), rows
+
+
+def read_ids(path: str, recipe: Recipe, name: str, column: str) -> _Ints:
+    """Ids that a recipe would make for feature `name` of another column of a file, one a row.
+
+    Raises:
+        DataError: the file is missing, damaged or empty, or lacks the column.
+        ConfigError: a feature that is none of the recipe's, or made of several columns.
+        InputError: a row without one id.
+    """
+    own = _of_features(recipe, (name,))
+    if len(own.input_columns) != 1:
+        allowed, remedy = "one column", "Name a feature of one column."
+        raise ConfigError(f"columns of {name!r}", list(own.input_columns), allowed, remedy)
+    table, rows = _read(path, own, column)
+    table = table.select([column]).rename_columns(list(own.input_columns))
+    where = f"column {column!r} of {path}"
+    return one_each(model_inputs(table, own, where, spelled=rows.spelled).ids, name)
 
 
 def _read_edges(path: str, recipe: Recipe, settings: SamplerSettings) -> tuple[_Ints, _Ints]:

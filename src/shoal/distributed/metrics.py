@@ -11,6 +11,7 @@ from shoal.embedding.collection import EmbeddingCollection
 from shoal.errors import ConfigError
 from shoal.exchange.all_to_all import AllToAllExchange
 from shoal.exchange.partition import BufferLayout, Transfer
+from shoal.exchange.wire import WireKind, wire_dtype, wire_elements
 
 _HOT_IDS = 3
 
@@ -29,6 +30,8 @@ class AllToAllMetrics:
         self._by_table = by_table
         self._transfer: Transfer | None = None
         self._sent_back: Transfer | None = None
+        self._wire = exchange.wire
+        self._on_host: list[tuple[str, Tensor, Tensor]] | None = None
         exchange.on_transfer, exchange.on_gradients = self._looked_up, self._back
 
     @classmethod
@@ -49,7 +52,7 @@ class AllToAllMetrics:
         return cls(exchange, by_table=by_table)
 
     def _looked_up(self, transfer: Transfer) -> None:
-        self._transfer = transfer
+        self._transfer, self._on_host = transfer, None
 
     def _back(self, transfer: Transfer) -> None:
         self._sent_back = transfer
@@ -62,14 +65,13 @@ class AllToAllMetrics:
         offsets_N = transfer.outgoing.offsets_N
         found = {
             "alltoall/ids": float(offsets_N.numel()),
-            "alltoall/row_bytes": float(_bytes(transfer)),
-            "alltoall/index_min": float(offsets_N.min()) if offsets_N.numel() else 0.0,
+            "alltoall/row_bytes": float(_bytes(transfer, self._wire.rows)),
             "alltoall/index_max": float(offsets_N.max()) if offsets_N.numel() else 0.0,
         }
         splits = self._splits()
         found["alltoall/unique_ids"] = float(splits["alltoall/ids_to_rank"].sum())
         if self._sent_back is not None:
-            found["alltoall/gradient_bytes"] = float(_bytes(self._sent_back))
+            found["alltoall/gradient_bytes"] = float(_bytes(self._sent_back, self._wire.grads))
         for name, split_W in splits.items():
             found |= {f"{name}/{rank}": float(size) for rank, size in enumerate(split_W.tolist())}
         if self._by_table:
@@ -128,8 +130,13 @@ class AllToAllMetrics:
             f"alltoall/occurrences/{name}": counts for name, _, counts in self._tables()
         }
 
-    def _tables(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+    def _tables(self) -> list[tuple[str, Tensor, Tensor]]:
         """(name, distinct ids, occurrences) of each table that this rank looked up."""
+        if self._on_host is None:
+            self._on_host = list(self._copied())
+        return self._on_host
+
+    def _copied(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         transfer = self._transfer
         for layout, buffer in (
             ()
@@ -156,10 +163,16 @@ def _columns(transfer: Transfer) -> Iterator[tuple[BufferLayout, int, str]]:
             yield layout, k, table.hosted.table
 
 
-def _bytes(transfer: Transfer) -> int:
-    """Of the rows that this rank reads, and of their gradients, before the wire's precision."""
-    buffers = zip(transfer.floats(), transfer.plan.buffers, strict=True)
-    return sum(floats * layout.real.itemsize for floats, layout in buffers)
+def _bytes(transfer: Transfer, kind: WireKind | None) -> int:
+    """Of the rows that this rank reads, or of their gradients, in the wire's precision."""
+    found = 0
+    for layout in transfer.plan.buffers:
+        sent_WK, _ = transfer.sizes_of(layout)
+        rows_K = (sent_WK[0] if layout.replicated else sent_WK.sum(0)).tolist()
+        sizes = zip(rows_K, layout.dims, strict=True)
+        elements = sum(wire_elements(rows, dim, kind) for rows, dim in sizes)
+        found += elements * wire_dtype(kind, layout.real).itemsize
+    return found
 
 
 def _floats(transfer: Transfer, *, sent: bool) -> Tensor:

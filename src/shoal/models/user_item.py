@@ -248,19 +248,19 @@ class HSTU(nn.Module):
 
 
 class ItemFrequency(nn.Module):
-    """How often an item comes in a batch, learned from a stream of batches (Yi et al. 2019).
+    """How often an item comes in a batch of a rank, learned from a stream (Yi et al. 2019).
 
-    A moving average of the steps between two batches with the item, by hash; it says nothing of
-    items it did not see.
+    A moving average of the batches between two with the item, by hash; it says nothing of items it
+    did not see. Batches of all ranks are of one stream.
 
     Args:
         slots: hashes, a power of two; items of one hash count as one.
         rate: of the moving average.
 
     Attributes:
-        over_ranks: gives the largest of all ranks' values, in every forward of training; then
-            batches are those of all ranks, which a chance of a rank's part differs from by a
-            factor. None: of this one.
+        over_ranks: gives the sum of all ranks' values, in every forward of training; None: there
+            is one rank.
+        ranks: how many there are.
     """
 
     steps: Tensor
@@ -271,6 +271,7 @@ class ItemFrequency(nn.Module):
         super().__init__()
         self._rate = rate
         self.over_ranks: Callable[[Tensor], Tensor] | None = None
+        self.ranks = 1
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("last_H", torch.zeros(slots, dtype=torch.int64))
         self.register_buffer("gap_H", torch.zeros(slots))
@@ -279,17 +280,26 @@ class ItemFrequency(nn.Module):
         """Count a batch; log of each item's chance to be in one, [B]."""
         slots_B = mix64(ids_B) & (len(self.gap_H) - 1)
         self.steps += 1
-        seen_S = slots_B
-        if self.over_ranks is not None:
+        if self.over_ranks is None:
+            self.gap_H[slots_B] = self._mean_gap(
+                self.gap_H[slots_B], (self.steps - self.last_H[slots_B]).to(self.gap_H.dtype)
+            )
+            self.last_H[slots_B] = self.steps
+        else:  # All slots at once: which of them have items is not known on the host.
             marks_H = torch.zeros_like(self.gap_H)
             marks_H[slots_B] = 1.0
-            (seen_S,) = self.over_ranks(marks_H).nonzero(as_tuple=True)
-        passed_S = (self.steps - self.last_H[seen_S]).to(self.gap_H.dtype)
-        old_S = self.gap_H[seen_S]
-        new_S = torch.where(old_S > 0, old_S + self._rate * (passed_S - old_S), passed_S)
-        self.gap_H[seen_S] = new_S
-        self.last_H[seen_S] = self.steps
+            ranks_H = self.over_ranks(marks_H)
+            passed_H = (self.steps - self.last_H) * (self.ranks / ranks_H.clamp_min(1.0))
+            # A mean gap of several batches counts as often as these.
+            rate_H = 1.0 - (1.0 - self._rate) ** ranks_H
+            new_H = self._mean_gap(self.gap_H, passed_H, rate_H)
+            self.gap_H.copy_(torch.where(ranks_H > 0, new_H, self.gap_H))
+            self.last_H.copy_(torch.where(ranks_H > 0, self.steps, self.last_H))
         return -self.gap_H[slots_B].clamp_min(1.0).log()
+
+    def _mean_gap(self, old: Tensor, passed: Tensor, rate: Tensor | None = None) -> Tensor:
+        moved = old + (self._rate if rate is None else rate) * (passed - old)
+        return torch.where(old > 0, moved, passed)
 
 
 class InBatchScores(nn.Module):
@@ -301,7 +311,8 @@ class InBatchScores(nn.Module):
     Args:
         temperature: that products are divided by.
         log_q: in training subtract the log of an item's chance to be in a batch, so that popular
-            items, which are negatives more often, are not pushed down for it.
+            items, which are negatives more often, are not pushed down for it. From hard negatives
+            that of the example's own item is subtracted: their difference keeps its meaning.
         pairs: in training score a user with all items of the batch.
     """
 
@@ -321,7 +332,8 @@ class InBatchScores(nn.Module):
 
         With `pairs` [B, B + N + hard], own items on the diagonal; else, of N sampled items,
         [B, 1 + N + hard], own items first. Sampled ones have the log of their expected counts
-        subtracted, so that the softmax's sum estimates that over all items.
+        subtracted, so that the softmax's sum estimates that over all items; with `pairs` those that
+        are in the batch are left out, as their scores are there.
 
         Args:
             user_BE: of examples.
@@ -341,6 +353,8 @@ class InBatchScores(nn.Module):
         logs_I = scores_BI.new_zeros(end)
         if ids_I is not None:
             none_BI |= ids_I[:size].unsqueeze(1) == ids_I[first:end]
+            if pairs:
+                none_BI[:, size:] |= none_BI[:, size:].any(dim=0)
             if self.frequency is not None:
                 with torch.no_grad():
                     logs_I[:size] = self.frequency.seen(ids_I[:size])
@@ -360,6 +374,7 @@ class InBatchScores(nn.Module):
             scores_BI = torch.cat([own_B.unsqueeze(1), scores_BI], dim=1)
         hard_H = negatives.hard_H
         scores_H = (user_BE[hard_H] * item_IE[end:]).sum(dim=1).float() / self._temperature
+        scores_H = scores_H - logs_I[hard_H]
         number_H = torch.arange(hard, device=hard_H.device) - torch.searchsorted(hard_H, hard_H)
         hard_BM = scores_BI.new_full((size, negatives.most_hard), lowest)
         hard_BM = hard_BM.index_put((hard_H, number_H), scores_H)

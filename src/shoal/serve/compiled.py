@@ -78,7 +78,8 @@ def _package(module: nn.Module, inputs: Sequence[ServedTensor], folder: Path) ->
     program = torch.export.export(module, example, dynamic_shapes=sizes)
     path = _private(folder) / f"dense-{_key(program, inputs)}.pt2"
     if path.exists():
-        os.utime(path)
+        with contextlib.suppress(OSError):  # a folder that is only read
+            os.utime(path)
         return path
     _compile(program, path)
     for other in folder.glob("dense-*.pt2"):

@@ -40,7 +40,7 @@ def dense_optimizers(
 
     Raises:
         UnknownName: a pattern that fits no weight, or an argument that an optimizer does not have.
-        ConfigError: an argument that it refuses.
+        ConfigError: an argument that it refuses, or a pattern whose weights all fit earlier ones.
     """
     weights = dict(module.named_parameters())
     rules: list[tuple[str | None, DenseRuleSettings]] = [(None, settings)]
@@ -53,6 +53,10 @@ def dense_optimizers(
         if not any(fnmatchcase(name, pattern) for name in weights):
             remedy = "Patterns are of the model's weights by name."
             raise unknown_name("dense_optimizer.parameters", pattern, weights, remedy=remedy)
+        if not found[pattern]:
+            what, got = f"dense_optimizer.parameters {pattern!r}", "weights of earlier ones only"
+            remedy = "Put it before them, or leave it out: the first pattern that fits counts."
+            raise ConfigError(what, got, "a pattern with weights of its own", remedy)
     rates = {pattern: rate_of(rule.lr) for pattern, rule in rules}
     return [
         (_made(found[pattern], rule, as_rate(rates[pattern], 0)), rates[pattern])
@@ -63,16 +67,17 @@ def dense_optimizers(
 
 def _made(weights: Sequence[nn.Parameter], rule: DenseRuleSettings, lr: float) -> Optimizer:
     kind, what = _KINDS[rule.kind], f"dense_optimizer {rule.kind}"
-    known = set(inspect.signature(kind).parameters)
+    known = inspect.signature(kind).parameters
     given: dict[str, Any] = {key: _as_argument(value) for key, value in rule.options.items()}
-    for key in given:
-        if key not in known - _NO_OPTIONS:
-            raise unknown_name(f"option of {what}", key, known - _NO_OPTIONS)
+    for key, value in given.items():
+        if key not in known.keys() - _NO_OPTIONS:
+            raise unknown_name(f"option of {what}", key, known.keys() - _NO_OPTIONS)
+        _check_like(f"option {key} of {what}", value, known[key].default, key)
     if "weight_decay" in known:
         given["weight_decay"] = rule.weight_decay
     elif rule.weight_decay:
         raise ConfigError(what, f"weight_decay {rule.weight_decay}", "0", "It has none.")
-    if _fuses(rule.kind, weights):
+    if not given.get("foreach") and _fuses(rule.kind, weights):
         given = {"fused": True, **given}
     try:
         made: Optimizer = kind(weights, lr=lr, **given)
@@ -80,6 +85,25 @@ def _made(weights: Sequence[nn.Parameter], rule: DenseRuleSettings, lr: float) -
         remedy = "Change its options, or the pattern of its weights."
         raise ConfigError(what, str(error), "what torch.optim takes", remedy) from error
     return made
+
+
+def _check_like(what: str, value: Any, default: Any, key: str) -> None:
+    """torch takes any text for true, and misses a number of a pair only when it steps."""
+    if isinstance(default, bool) or key in ("foreach", "fused"):
+        fine, allowed = isinstance(value, bool) or value is default, "true or false"
+    elif isinstance(default, tuple):
+        fine = isinstance(value, tuple) and len(value) == len(default)
+        fine = fine and all(_is_number(a) or a is b for a, b in zip(value, default, strict=True))
+        allowed = f"{len(default)} numbers"
+    else:
+        fine, allowed = not _is_number(default) or _is_number(value), "a number"
+    if not fine:
+        got = list(value) if isinstance(value, tuple) else value
+        raise ConfigError(what, got, allowed, f"By default it is {default}.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _as_argument(value: Any) -> Any:

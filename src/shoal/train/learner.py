@@ -215,7 +215,7 @@ class Learner:
             )
         counts = [part for part in self.module.modules() if isinstance(part, ItemFrequency)]
         for part in counts:
-            part.over_ranks = self._largest
+            part.over_ranks, part.ranks = self._over_ranks, ranks.world_size
         if counts or any(isinstance(part, _BatchNorm) for part in self.module.modules()):
             self._moments = mesh.collectives(f"statistics of batches of {self.name}", path=path)
             lone = config.data.quarantine is not None
@@ -233,9 +233,9 @@ class Learner:
             exchange_path=path,
         )
 
-    def _largest(self, values: Tensor) -> Tensor:
+    def _over_ranks(self, values: Tensor) -> Tensor:
         assert self._moments is not None
-        (found,) = self._moments.all_reduce(values, "max", what="items of a batch").wait()
+        (found,) = self._moments.all_reduce(values, "sum", what="items of a batch").wait()
         return found
 
     def train_step(self, window: Sequence[Batch]) -> list[Tensor]:

@@ -40,7 +40,7 @@ try:
     main()
 except SystemExit as left:
     assert left.code == 0
-heavy = {{"torch", "numpy", "pyarrow", "hydra"}} & set(sys.modules)
+heavy = {{"torch", "numpy", "pyarrow", "hydra", "grpc", "yaml"}} & set(sys.modules)
 assert not heavy, heavy
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -127,9 +127,12 @@ def test_examples_are_listed_and_copied(tmp_path: Path) -> None:
     code, out, _ = invoke("examples", "dlrm_dcnv2", str(tmp_path))
     assert code == 0
     assert f"shoal train {tmp_path / 'dlrm_dcnv2.yaml'}" in out
+    assert "shoal data synth" not in out
     copied = {path.stem: path.read_text() for path in tmp_path.iterdir()}
     assert copied == {name: shipped[name] for name in ("dlrm_dcnv2", "dlrm_dcnv2_tables")}
     assert invoke("examples", "dlrm_dcnv2", str(tmp_path))[0] == 0  # the same is no conflict
+    out = invoke("examples", "movielens", str(tmp_path))[1]
+    assert "shoal data synth --like movielens --rows 100000 data/movielens\nTrain" in out
     (tmp_path / "dlrm_dcnv2.yaml").write_text("mine: 1\n")
     code, _, err = invoke("examples", "all", str(tmp_path))
     assert code == Exit.ERROR
@@ -170,17 +173,108 @@ def test_init_of_parquet_says_what_columns_are(tmp_path: Path) -> None:
     }
     assert source.features.names == ("coupon",)
     assert made.data.split == datetime(2024, 3, 1, 4, 30, tzinfo=timezone.utc)
-    assert "neither ids nor numbers: born" in file.read_text()
+    assert 'neither ids nor numbers: "born"' in file.read_text()
 
 
-@pytest.mark.parametrize("timed", [True, False])
-def test_init_of_parquet_trains_as_written(tmp_path: Path, timed: bool, monkeypatch: Any) -> None:
+ODD = {
+    "a.b": [None if k % 3 else k % 7 for k in range(300)],
+    "${c}": [k / 3 for k in range(300)],
+    "d #: 'ü\"": [str(k % 4) for k in range(300)],
+    "f\nbatch_size: 3": [{"x": 1}] * 300,
+    "g\u2028h": [k % 5 for k in range(300)],
+    "pair": pa.array([[k % 3, 7] for k in range(300)], pa.list_(pa.int64(), 2)),
+    "holes": [[k % 3, None] for k in range(300)],
+}
+
+
+@pytest.mark.parametrize("more", [{}, {"at": None}, ODD], ids=["timed", "without time", "odd"])
+def test_init_of_parquet_trains_as_written(
+    tmp_path: Path, more: dict[str, Any], monkeypatch: Any
+) -> None:
     monkeypatch.chdir(tmp_path)
-    events(tmp_path / "events.parquet", **({} if timed else {"at": None}))
-    assert invoke("init", "mine.yaml", "--data", "events.parquet")[0] == 0
+    events(tmp_path / "events.parquet", **more)
+    code, out, err = invoke("init", "mine.yaml", "--data", "events.parquet")
+    assert code == 0, err
+    assert ("Evaluation is of the training files" in out) == ("at" in more)
     code, _, err = invoke("train", "mine.yaml")
     assert code == 0, err
     assert len(list((tmp_path / "runs").glob("mine-*/metrics.json"))) == 1
+
+
+def test_init_takes_columns_of_any_name_and_kind(tmp_path: Path) -> None:
+    odd = {**ODD, "row": [f"r{k}" for k in range(300)]}
+    data = events(tmp_path / "odd name.parquet", **odd)
+    file = tmp_path / "a.yaml"
+    assert invoke("init", str(file), "--data", str(data))[0] == 0
+    source = settings.load(file, environment={}).data.source
+    assert source.paths == (str(data),)
+    assert set(source.dense) == {"price", "${c}"}
+    assert {name for name, one in source.ids.items() if one.is_list} == {"seen", "pair"}
+    assert {name for name, one in source.ids.items() if not one.is_list} == {
+        "user",
+        "item",
+        "d #: 'ü\"",
+    }
+    assert source.features.names == ("coupon", "a.b")
+    text = file.read_text()
+    assert '# Not used, no two rows have the same: "row"\n' in text
+    assert '# Not used, null in some list: "holes"\n' in text
+    assert '# Not used, a name that is not printable: "f\\nbatch_size: 3", "g\\Lh"\n' in text
+    assert '# Made by shoal init from "odd name.parquet"' in text
+
+
+DAY = datetime(2024, 3, 1)
+UNREADABLE = {
+    "milliseconds": [1_700_000_000_000 + k for k in range(300)],
+    "nulls": [None if k % 3 == 0 else DAY for k in range(300)],
+    "before 1970": [datetime(1950, 1, 1) + timedelta(days=k) for k in range(300)],
+}
+
+
+@pytest.mark.parametrize("options", [["--eval"], []], ids=["eval", "split"])
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_init_leaves_out_times_that_cannot_be_read(
+    tmp_path: Path, kind: str, options: list[str]
+) -> None:
+    other = [DAY + timedelta(hours=k) for k in range(300)]
+    for more, time in (({}, None), ({"ts": other}, "ts")):
+        data = str(events(tmp_path / "a.parquet", at=None, timestamp=UNREADABLE[kind], **more))
+        file = tmp_path / f"{time}.yaml"
+        code, out, err = invoke(
+            "init", str(file), "--data", data, *(one for name in options for one in (name, data))
+        )
+        assert code == 0, err
+        source = settings.load(file, environment={}).data.source
+        assert source.time == time
+        assert "timestamp" not in source.ids
+        assert re.search(r'# Not used, .*: "timestamp"', file.read_text())
+        assert ("Evaluation is of the training files" in out) == (not options and not time)
+    asked = ["--data", data, "--time", "timestamp"]
+    assert invoke("init", str(tmp_path / "b.yaml"), *asked)[0] == Exit.ERROR
+
+
+def test_init_checks_times_of_evaluation_files_too(tmp_path: Path) -> None:
+    data, other = (str(tmp_path / f"{name}.parquet") for name in ("a", "b"))
+    events(Path(data))
+    events(Path(other), at=[None, *[DAY] * 299])
+    file = tmp_path / "a.yaml"
+    assert invoke("init", str(file), "--data", data, "--eval", other)[0] == 0
+    assert settings.load(file, environment={}).data.source.time is None
+
+
+def test_init_without_a_time(tmp_path: Path) -> None:
+    data, file = events(tmp_path / "a.parquet"), tmp_path / "a.yaml"
+    assert invoke("init", str(file), "--data", str(data), "--time", "none")[0] == 0
+    made = settings.load(file, environment={}).data
+    assert (made.source.time, made.split) == (None, None)
+
+
+def test_init_refuses_a_name_that_is_there_twice(tmp_path: Path) -> None:
+    columns = [pa.array([0, 1]), pa.array([1, 2]), pa.array([1, 2])]
+    pq.write_table(pa.table(columns, names=["label", "u", "u"]), tmp_path / "a.parquet")
+    code, _, err = invoke("init", str(tmp_path / "a.yaml"), "--data", str(tmp_path / "a.parquet"))
+    assert code == Exit.ERROR
+    assert "'u' at places 1, 2" in err
 
 
 @pytest.mark.slow
@@ -197,6 +291,12 @@ def test_init_of_the_flights_trains_as_written(tmp_path: Path, monkeypatch: Any)
     [
         ({"bought": [0, 1] * 150, "clicked": [2, 3] * 150, "liked": [0, 1] * 150}, [], ["--label"]),
         ({}, ["--label", "click"], ["unknown column", "'click'", "Did you mean clicked?"]),
+        (
+            {"rating": [1, 2, 3] * 100},
+            ["--label", "rating"],
+            ["'rating'", "int64: 1, 2, 3", "0 and 1"],
+        ),
+        ({}, ["--label", "user"], ["'user'", "'u0'", "0 and 1"]),
         ({}, ["--time", "att"], ["unknown column", "--time", "user"]),
     ],
 )

@@ -53,6 +53,8 @@ def test_a_shard_without_ids() -> None:
     found = there.fused_reorder_by_indices([T([0, 1, 2, 9])], 5, [1], rank0_empty_shard=True)
     assert found[0].tolist() == [0, 1, 9, 2]  # id % 4 + 1
     assert found[1].tolist() == [0, 1, 2, 1, 0]
+    with pytest.raises(InputError, match="num_of_shards with rank0_empty_shard"):
+        there.fused_reorder_by_indices([T([0, 1])], 1, rank0_empty_shard=True)
 
 
 def test_rows_of_floats_are_reordered() -> None:
@@ -194,6 +196,9 @@ def test_bytes_of_something_else_are_refused() -> None:
         there.feature_configs(b"\xff\xff\xff")
     with pytest.raises(ConfigError, match="feature_configs"):
         there.feature_configs(b"")
+    for value in (bytearray(SERIALIZED), {}, "text", None):
+        with pytest.raises(InputError, match=f"FeatureConfigs: got {type(value).__name__}"):
+            there.feature_configs(value)
     odd = SERIALIZED.replace(
         whole(2, 3) + text(3, bytes([1, 2])), whole(2, 2) + text(3, bytes([1, 2]))
     )

@@ -13,8 +13,20 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from shoal.data import IdFeature, Recipe, TensorSource
+from shoal.data import (
+    FeatureSet,
+    FeatureSpec,
+    IdFeature,
+    Recipe,
+    Sampler,
+    SamplerSettings,
+    TensorSource,
+)
+from shoal.data.feature_set import HashBuckets, Vocabulary
+from shoal.data.features import model_inputs
 from shoal.data.item_tree import ItemTree, TreeSettings
+from shoal.data.kinds import KINDS
+from shoal.data.samplers import extended
 from shoal.errors import ConfigError, DataError, InputError
 from shoal.ragged import Ragged
 
@@ -189,3 +201,32 @@ def test_bad_settings_and_items_are_named() -> None:
         tree().sample(np.array([999]), (0, 0, 0))
     with pytest.raises(InputError, match="item of a tree: got 21; allowed: a leaf"):
         tree().sample(np.array([211, 21]), (0, 0, 0))
+
+
+@pytest.mark.parametrize("rule", [HashBuckets(size=1 << 30), Vocabulary(values=tuple("6012345"))])
+def test_parents_are_made_ids_as_nodes_are(tmp_path: Path, rule: Any) -> None:
+    path = tmp_path / "tree.parquet"
+    pq.write_table(pa.table({"item": range(7), "parent": [0, 0, 0, 1, 1, 2, 2]}), path)
+    spec = FeatureSpec(name="item", kind=KINDS["id"](), ids=rule)
+    recipe = Recipe(ids=(IdFeature(name="user"),), label="y", computed=FeatureSet((spec,)))
+    found = ItemTree.open(str(path), TreeSettings(id="item", counts=(0, 1, 1)), recipe)
+    ids = model_inputs(pq.read_table(path), replace(recipe, ids=()), "").ids["item"].values
+    parents, children = found.children(ids[:3].numpy())
+    assert parents.tolist() == [0, 0, 1, 1, 2, 2]
+    assert children.tolist() == ids[1:].tolist()
+
+
+def test_nodes_have_all_labels_of_their_examples() -> None:
+    source = TensorSource(
+        {"item": torch.tensor([211, 422])}, torch.ones(2), more_labels=torch.tensor([[1.0], [0.5]])
+    )
+    batch = source.take(torch.arange(2))
+    found = tree().expanded(batch, (0, 0, 0))
+    assert found.more_labels is not None
+    own = torch.cat(
+        [torch.ones(len(found.labels) // 2), torch.full((len(found.labels) // 2,), 0.5)]
+    )
+    assert torch.equal(found.more_labels.squeeze(1), found.labels * own)
+    sampler = Sampler(nodes(), SamplerSettings(items="", id="item", count=2))
+    with pytest.raises(InputError, match="batch for a tree: got items of a sampler"):
+        tree().expanded(extended(batch, sampler, (0, 0, 0)), (0, 0, 0))

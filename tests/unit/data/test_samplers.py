@@ -27,7 +27,7 @@ from shoal.data import (
 )
 from shoal.data.feature_set import Boundaries
 from shoal.data.kinds import Raw
-from shoal.data.samplers import extended
+from shoal.data.samplers import _Edges, extended
 from shoal.errors import ConfigError, DataError, InputError
 from shoal.ragged import Ragged
 
@@ -115,6 +115,51 @@ def test_an_item_with_an_edge_to_a_user_is_no_negative_of_that_user() -> None:
         if at != row and (row, item) in has
     }
     assert known == want
+
+
+def test_draws_without_what_is_in_the_batch_do_not_sum_all_items(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    size, count = 10_000, 64
+    weights = np.where(np.arange(size) < 20, 300.0, 1.0)  # these are 38 % of the weight
+    source = TensorSource({"item": torch.arange(size)}, torch.zeros(size))
+    sampler = Sampler(source, replace(SETTINGS, count=count), weights=weights)
+    sums = np.cumsum
+
+    def of_few(values: Any, **how: Any) -> Any:
+        assert len(values) < size
+        return sums(values, **how)
+
+    monkeypatch.setattr(np, "cumsum", of_few)
+    drawn = []
+    for batch in range(100):
+        found = sampler.sample(np.arange(20), None, (0, batch, 0))
+        drawn.append(found.ids["item"].values)
+        expected = torch.full((count,), np.log(count / (size - 20)))
+        torch.testing.assert_close(found.negatives.log_counts_N.double(), expected.double())
+    whole = torch.cat(drawn)
+    assert len(whole) == 100 * count
+    assert int(whole.min()) >= 20
+    assert float(whole.double().mean()) == pytest.approx((size + 19) / 2, rel=0.04)
+
+
+@pytest.mark.parametrize("users", [100, 100_000])
+def test_a_batch_reads_its_own_users_alone(users: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    edges = _Edges(np.arange(users) * 2, np.arange(users) % 7)
+    monkeypatch.setattr(np, "diff", lambda *_, **__: pytest.fail("of all users"))
+    rows, items = edges.of(np.array([2, 3, 2 * users - 2, 2 * users, 0, -1]))
+    assert rows.tolist() == [0, 2, 4]
+    assert items.tolist() == [1, (users - 1) % 7, 0]
+
+
+def test_a_hard_negative_is_none_of_the_user_s_edges() -> None:
+    settings = replace(EDGES, hard_edges="hard", hard_count=2)
+    hard, edges = pairs((1, 10), (1, 20), (1, 30), (2, 10)), pairs((1, 10), (1, 20), (2, 50))
+    sampler = Sampler(items(), settings, edges=edges, hard_edges=hard)
+    for batch in range(10):
+        found = sampler.sample(np.array([50, 50]), np.array([1, 2]), (0, batch, 0))
+        assert found.negatives.hard_H.tolist() == [0, 1]
+        assert found.ids["item"].values[settings.count :].tolist() == [30, 10]
 
 
 def test_hard_negatives_are_pairs_of_example_and_item() -> None:
@@ -274,6 +319,16 @@ def test_bad_items_and_edges_are_named(tmp_path: Path) -> None:
             Sampler(items(), SETTINGS, weights=np.array([1, 1, 1, bad, 1]))
     with pytest.raises(DataError, match="item in row 1 of edges: got no item 7"):
         Sampler(items(), EDGES, edges=pairs((1, 10), (1, 7)))
+    with pytest.raises(DataError, match="hard_edges in hard: got none"):
+        Sampler(items(), HARD, hard_edges=(np.empty(0, np.int64), np.empty(0, np.int64)))
+    with pytest.raises(ConfigError, match="edges of a sampler: got none"):
+        Sampler(items(), EDGES)
+    with pytest.raises(ConfigError, match="hard_edges of a sampler: got some"):
+        Sampler(items(), SETTINGS, hard_edges=pairs((1, 10)))
+    with pytest.raises(DataError, match="sum of the weights of items: got inf"):
+        Sampler(items(), SETTINGS, weights=np.full(5, 1e308))
+    with pytest.raises(ConfigError, match="seed of a sampler: got -1"):
+        Sampler(items(), SETTINGS, seed=-1)
     with pytest.raises(DataError, match="no items"):
         Sampler(items().select(torch.arange(0)), SETTINGS)
     with pytest.raises(InputError, match="items to draw negatives of: got all 5 are in the batch"):
@@ -285,6 +340,7 @@ def test_bad_items_and_edges_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"kind": "negativ"}, "kind of data.sampler: got 'negativ'"),
         ({"count": 0}, "count of data.sampler: got 0"),
         ({"hard_count": 3}, "hard_edges of data.sampler: got None"),
         ({"edges": "file"}, "edges of data.sampler: got 'file'"),

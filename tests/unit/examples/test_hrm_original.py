@@ -116,6 +116,27 @@ def test_trm_has_one_network_and_mixes_positions(make: Any, tmp_path: Path) -> N
     assert torch.equal(found, state[name])
 
 
+def test_one_network_takes_two_only_if_they_are_equal(make: Any, tmp_path: Path) -> None:
+    learner = make(shared_network=True)
+    state = original(HRM, "")
+    torch.save(state, tmp_path / "step_7")
+    with pytest.raises(CheckpointError, match=r"H_level.* other than L_level.*, here one network"):
+        load_original(tmp_path / "step_7", learner)
+    alike = {name: state[name.replace("H_level", "L_level")] for name in state}
+    torch.save(alike, tmp_path / "step_8")
+    load_original(tmp_path / "step_8", learner)
+    name = "layers.0.mlp.down_proj.weight"
+    found = learner.model.state_dict()[f"H_level.{name}"]
+    assert torch.equal(found, state[f"model.inner.L_level.{name}"])
+    for module in ("H_level", "L_level"):
+        torch.save({k: v for k, v in state.items() if module not in k}, tmp_path / "half")
+        if module == "L_level":
+            with pytest.raises(CheckpointError, match="no L_level"):
+                load_original(tmp_path / "half", learner)
+        else:  # as TRM is saved
+            load_original(tmp_path / "half", learner)
+
+
 def test_what_does_not_fit_is_named_and_changes_nothing(make: Any, tmp_path: Path) -> None:
     learner = make()
     before = {name: one.clone() for name, one in learner.model.state_dict().items()}
@@ -129,6 +150,10 @@ def test_what_does_not_fit_is_named_and_changes_nothing(make: Any, tmp_path: Pat
             {"model.inner.q_head.bias": torch.zeros(3)}
         ),
         "rows of puzzles 0 wide, here 8": lambda made: made.pop("model.inner.puzzle_emb.weights"),
+        r"rows of puzzles of shape \(8,\)": lambda made: made.update(
+            {"model.inner.puzzle_emb.weights": torch.zeros(8)}
+        ),
+        "something else than tensors by name": lambda made: made.update({7: torch.zeros(1)}),
     }  # fmt: skip
     for words, change in broken.items():
         made = dict(state)

@@ -52,6 +52,8 @@ def test_the_loss_is_that_of_a_softmax_over_what_each_user_is_compared_with(loss
             same = int(IDS[at]) == int(IDS[row])
             if at == row or same or (row, at) in known or (in_batch and loss == "sampled"):
                 continue
+            if loss == "softmax" and not in_batch and int(IDS[at]) in IDS[:B].tolist():
+                continue  # its score is there as one of the batch
             shift = 0.0 if in_batch else float(NEGATIVES.log_counts_N[at - B])
             total += math.exp(products[row][at] - shift)
         for number, whose in enumerate((0, 2, 2)):
@@ -90,6 +92,48 @@ def test_sampled_sums_estimate_the_sum_over_all_items() -> None:
     error = np.std(sums) / len(sums) ** 0.5
     assert abs(np.mean(sums) - want) < 4 * error
     assert abs(np.mean(plain) - want) > 20 * error
+
+
+def test_an_item_of_the_batch_that_is_drawn_too_counts_once() -> None:
+    """With kind no_edge: the mean of draws' sums is that over all items."""
+    import numpy as np
+
+    from shoal.data import Sampler, SamplerSettings, TensorSource
+
+    torch.manual_seed(0)
+    size, batch = 50, 32
+    user, items = torch.randn(1, E), torch.randn(size, E)
+    settings = SamplerSettings(
+        kind="no_edge", items="", id="item", user="user", edges="edges", count=10
+    )
+    edges = (np.array([-5]), np.array([0]))
+    sampler = Sampler(
+        TensorSource({"item": torch.arange(size)}, torch.zeros(size)), settings, edges=edges
+    )
+    scores, sums = InBatchScores(0.5), []
+    for draw in range(1000):
+        own = np.random.default_rng(draw).permutation(size)[:batch]
+        drawn, negatives = sampler.sample(own, np.zeros(batch, np.int64), (0, draw, 0))
+        ids = torch.cat([torch.from_numpy(own), drawn["item"].values])
+        found = scores(user.expand(batch, E), items[ids], ids, negatives)
+        sums.append(float(found[0].exp().sum()))
+    want = float((normalize(user, dim=1) @ normalize(items, dim=1).T / 0.5).exp().sum())
+    assert abs(np.mean(sums) - want) < 4 * np.std(sums) / len(sums) ** 0.5
+
+
+def test_log_q_keeps_the_difference_of_a_hard_negative_to_the_own_item() -> None:
+    users, items = torch.randn(2, E), torch.randn(2 + 1, E)
+    none = torch.zeros(0, 2, dtype=torch.int64)
+    negatives = Negatives(torch.zeros(0), torch.tensor([1]), none, most_hard=1)
+    found = []
+    for log_q in (False, True):
+        scores = InBatchScores(1.0, log_q=log_q)
+        if scores.frequency is not None:
+            for step in range(100):
+                scores.frequency.seen(torch.tensor([1000 + step]))
+        outputs = scores(users, items, torch.tensor([1, 2, 3]), negatives)
+        found.append(float(outputs[1, 2] - outputs[1, 1]))
+    assert found[1] == pytest.approx(found[0], abs=1e-4)
 
 
 def test_negatives_train_the_item_tower_and_not_the_user_tower() -> None:

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, silu
 
 from shoal.errors import ConfigError, ShapeError, UnknownName
+from shoal.ids import mix64
 from shoal.models import (
     MODELS,
     HSTULayer,
@@ -177,6 +178,32 @@ def test_frequencies_are_learned_from_the_stream() -> None:
         scores(item[:1], item[:1], torch.tensor([1]))
     found = scores(item, item, torch.tensor([1, 2]))
     assert found[0, 1] - found[0, 0] == pytest.approx(3.04, abs=0.01)  # log 21: it came once in 21
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_frequencies_of_ranks_are_those_of_a_rank_s_batch(ranks: int) -> None:
+    model, slots = ItemFrequency(rate=0.02), 1 << 16
+    batches: list[torch.Tensor] = []
+
+    def sums(marks_H: torch.Tensor) -> torch.Tensor:
+        assert float(marks_H.sum()) == len(batches[0].unique())
+        found = torch.zeros_like(marks_H)
+        for ids in batches:
+            found[(mix64(ids) & (slots - 1)).unique()] += 1
+        return found
+
+    model.over_ranks, model.ranks = sums, ranks
+    torch.manual_seed(0)
+    chances = torch.tensor([1.0, 0.7, 0.3, 0.1])
+    learned = []
+    for step in range(1500):
+        batches[:] = [(torch.rand(4) < chances).nonzero().squeeze(1) for _ in range(ranks)]
+        model.seen(batches[0])
+        if step >= 500:
+            batches[:] = [torch.arange(4)]
+            learned.append(1 / model.gap_H[mix64(torch.arange(4)) & (slots - 1)])
+    found = torch.stack(learned).mean(0)
+    torch.testing.assert_close(found, chances, rtol=0.1, atol=0)
 
 
 def test_ids_and_lengths_of_a_batch() -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -213,3 +214,64 @@ def test_too_many_a_second_are_refused() -> None:
         bucket.take()
     for _ in range(10_000):
         TokenBucket(None).take()
+
+
+class SizedModel(SlowModel):
+    """Requests of as many rows as their number says."""
+
+    def read(self, inputs: Any) -> Any:
+        return np.zeros(int(super().read(inputs)[0]), np.float32)
+
+
+def test_what_a_leader_cannot_join_is_led_by_others() -> None:
+    """Its batch is full: the next of those that it took is computed meanwhile."""
+    together = threading.Barrier(2)
+
+    class Together(SizedModel):
+        def run(self, requests: Sequence[np.ndarray]) -> list[Any]:
+            if sum(map(len, requests)) > 8:
+                together.wait(60)
+            return super().run(requests)
+
+    model, batcher = Together(), Batcher(workers=2, most_rows=16)
+    first = SlowModel()  # both workers are busy while the others come
+    with ThreadPoolExecutor(8) as pool:
+        busy = [pool.submit(batcher.predict, first, lambda: np.zeros(1, np.float32)) for _ in "12"]
+        assert first.entered.wait(60)
+        rows = [10, 10]
+        asked = [
+            pool.submit(
+                batcher.predict, model, partial(model.read, {"x": np.array([n], np.float32)})
+            )
+            for n in rows
+        ]
+        ends = time.monotonic() + 60
+        while batcher.waiting < len(rows):
+            assert time.monotonic() < ends
+        model.gate.set()
+        first.gate.set()
+        assert [len(one.result()["y"]) for one in asked] == rows
+        assert len([one.result() for one in busy]) == 2
+    assert model.batches == [1, 1]
+
+
+def test_few_bytes_of_many_rows_hold_nobody_up() -> None:
+    """A model is known as quick, and a small request turns out to be a large one."""
+    model, batcher = SizedModel(), Batcher(workers=2)
+    model.gate.set()
+
+    def ask(rows: int) -> Any:
+        return batcher.predict(model, lambda: model.read({"x": np.array([rows], np.float32)}))
+
+    for _ in range(40):
+        ask(1)
+    model.gate.clear()
+    model.entered.clear()
+    with ThreadPoolExecutor(2) as pool:
+        large = pool.submit(ask, 1000)
+        assert model.entered.wait(60)
+        model.entered.clear()
+        small = pool.submit(ask, 1)
+        assert model.entered.wait(60)
+        model.gate.set()
+        assert (len(large.result()["y"]), len(small.result()["y"])) == (1000, 1)

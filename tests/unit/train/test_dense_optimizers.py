@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import nn
 
 from shoal import config, train
-from shoal.config.tree import DenseOptimizerSettings
+from shoal.config.tree import DenseOptimizerSettings, DenseRuleSettings
 from shoal.errors import ConfigError, UnknownName
 from shoal.train.dense_optimizers import dense_optimizers
 
@@ -112,6 +112,37 @@ def test_the_first_pattern_that_fits_counts_and_takes_over_what_it_leaves_out() 
         assert {key: group[key] for key in wanted} == wanted
 
 
+@pytest.mark.parametrize("kind", [{}, {"kind": "adam"}])
+def test_a_pattern_of_the_same_kind_has_its_options(kind: dict[str, Any]) -> None:
+    dense = {
+        **kind,
+        "lr": 0.5,
+        "options": {"amsgrad": True},
+        "parameters": {"a": {"kind": "adam", "lr": 0.25}, "b": {}, "c": {"kind": "sgd"}},
+    }
+    rules = {name: DenseRuleSettings(**own) for name, own in dense["parameters"].items()}  # type: ignore[attr-defined]
+    for made in (
+        settings(**dense).dense_optimizer,
+        DenseOptimizerSettings(**{**dense, "parameters": rules}),  # type: ignore[arg-type]
+    ):
+        found = {k: (one.kind, one.lr, one.options) for k, one in made.parameters.items()}
+        assert found == {
+            "a": ("adam", 0.25, {"amsgrad": True}),
+            "b": ("adam", 0.5, {"amsgrad": True}),
+            "c": ("sgd", 0.5, {}),
+        }
+
+
+@pytest.mark.parametrize("option", ["foreach", "fused"])
+def test_how_an_optimizer_steps_is_chosen(option: str) -> None:
+    made = settings(options={option: True}).dense_optimizer
+    ((optimizer, _),) = dense_optimizers(model(), made)
+    assert {key: optimizer.param_groups[0][key] for key in ("foreach", "fused")} == {
+        "foreach": True if option == "foreach" else None,
+        "fused": True if option == "fused" else None,
+    }
+
+
 def test_rates_follow_the_schedule_of_their_own(tmp_path: Path) -> None:
     rate = {"kind": "piecewise", "boundaries": [1], "values": [0.5, 0.25]}
     made = settings(parameters={"*weight": {"lr": rate}}).dense_optimizer
@@ -128,6 +159,12 @@ def test_rates_follow_the_schedule_of_their_own(tmp_path: Path) -> None:
         ({"kind": "adam", "options": {"betas": [2, 3]}}, ConfigError, "dense_optimizer adam"),
         ({"kind": "adam", "options": {"betas": "no"}}, ConfigError, "dense_optimizer adam"),
         ({"kind": "adam", "options": {"betas": []}}, ConfigError, "dense_optimizer adam"),
+        ({"options": {"betas": [0.9]}}, ConfigError, r"betas of .*got \[0.9\].*2 numbers"),
+        ({"options": {"betas": [0.9, "x"]}}, ConfigError, "option betas of"),
+        ({"options": {"fused": "no"}}, ConfigError, "fused of .*'?no'?.*true or false"),
+        ({"options": {"amsgrad": 1}}, ConfigError, "amsgrad of .*true or false"),
+        ({"options": {"eps": "1e-8"}}, ConfigError, "eps of .*a number"),
+        ({"parameters": {"*weight": {}, "0.*": {}}}, ConfigError, "'0.\\*': got weights of earl"),
         ({"kind": "adam", "options": {"capturable": True}}, UnknownName, "option of .*capturable"),
         ({"kind": "rprop", "weight_decay": 0.1}, ConfigError, "rprop: got weight_decay 0.1"),
         ({"parameters": {"*wight": {}}}, UnknownName, "dense_optimizer.parameters.*wight"),

@@ -138,12 +138,18 @@ def fused_reorder_by_indices(
     Returns:
         (ids, shard_sizes, sharded_slot_sizes, emb_offset_sz, fused_embedding_offsets); sizes are
         int32, offsets int64.
+
+    Raises:
+        InputError: rank0_empty_shard without another shard.
     """
+    if rank0_empty_shard and num_of_shards == 1:
+        remedy = "Leave rank0_empty_shard out, or add shards."
+        raise InputError("num_of_shards with rank0_empty_shard", 1, "2 or more", remedy)
 
     def but_the_first(ids_N: Tensor, shards: int) -> Tensor:
         return floormod(ids_N, shards - 1) + 1
 
-    rule = but_the_first if rank0_empty_shard and num_of_shards > 1 else floormod
+    rule = but_the_first if rank0_empty_shard else floormod
     found = ops.fused_reorder_by_indices(inputs, num_of_shards, dim_sizes, shard_by=rule)
     sizes = (found.shard_sizes_W, found.slot_sizes_WK, found.offset_sizes_K)
     shard_sizes, slot_sizes, offset_sizes = (size.int() for size in sizes)
@@ -293,14 +299,18 @@ def feature_configs(value: Any) -> ops.FeatureConfigs:
     """Features and layouts of Monolith's `FeatureConfigs`: its bytes, or a message.
 
     Raises:
-        InputError: bytes of something else.
+        InputError: neither, or bytes of something else.
         ConfigError, UnknownName: features and layouts that do not fit together.
     """
     if isinstance(value, ops.FeatureConfigs):
         return value
     from google.protobuf.message import DecodeError
 
-    data = value if isinstance(value, bytes) else value.SerializeToString()
+    serialize = getattr(value, "SerializeToString", None)
+    if not isinstance(value, bytes) and serialize is None:
+        allowed = "bytes, or a message with SerializeToString"
+        raise InputError("FeatureConfigs", type(value).__name__, allowed, "Give one of these.")
+    data = value if serialize is None else serialize()
     try:
         message = _message().FromString(data)
     except DecodeError as error:
