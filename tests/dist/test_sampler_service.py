@@ -7,6 +7,7 @@ import pickle
 import secrets
 import signal
 import socket
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -19,10 +20,10 @@ import pytest
 import torch
 
 from shoal import comm
-from shoal.data import IdFeature, Recipe, Sampler, SamplerSettings
+from shoal.data import IdFeature, Recipe, Sampler, SamplerSettings, sampler_service
 from shoal.data.sampler_service import Cluster, SamplerClient, SamplerServer, start_service
 from shoal.data.samplers import Sampled
-from shoal.errors import DataError, InputError, ServerLost
+from shoal.errors import ConfigError, DataError, InputError, ServerLost
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -113,6 +114,105 @@ def test_a_server_draws_as_a_sampler_here_and_again_after_it_died(
     with pytest.raises(ServerLost):
         lost.sample(OWN, USERS, (0, 0, 0))
     lost.close()
+
+
+def test_close_does_not_wait_for_a_forked_child(settings: SamplerSettings) -> None:
+    server = SamplerServer(partial(Sampler.open, settings, RECIPE), TOKEN)
+    child = os.fork()
+    if child == 0:  # pragma: no cover - as a worker of a DataLoader that is still there
+        time.sleep(600)
+        os._exit(0)
+    try:
+        closing = threading.Thread(target=server.close, daemon=True)
+        closing.start()
+        closing.join(60)
+        assert not closing.is_alive()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def printing(settings: SamplerSettings) -> Sampler:
+    print("loading items")
+    return Sampler.open(settings, RECIPE)
+
+
+def raising() -> Sampler:
+    raise KeyError("not there")
+
+
+def test_an_opener_may_print_and_its_errors_are_reported(settings: SamplerSettings) -> None:
+    SamplerServer(partial(printing, settings), TOKEN).close()
+    with pytest.raises(DataError, match="server of a sampler: got KeyError: 'not there'"):
+        SamplerServer(raising, TOKEN)
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        SamplerServer(lambda: raising(), TOKEN)
+
+
+def test_the_last_end_of_a_server_is_logged(
+    settings: SamplerSettings, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = SamplerServer(partial(Sampler.open, settings, RECIPE), TOKEN, restarts=0)
+    os.kill(server.pid, signal.SIGKILL)
+    until = time.monotonic() + 60
+    while "not started again" not in caplog.text and time.monotonic() < until:
+        time.sleep(0.05)
+    server.close()
+    assert "not started again" in caplog.text
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(("patience_s", "servers"), [(1.0, 1), (5.0, 3), (35.0, 2), (120.0, 3)])
+def test_patience_is_kept(monkeypatch: pytest.MonkeyPatch, patience_s: float, servers: int) -> None:
+    clock, asked = _Clock(), []
+    monkeypatch.setattr(sampler_service, "time", clock)
+
+    class Away:
+        def call(self, server: int, *_: Any, timeout_s: float) -> Any:
+            asked.append(server)
+            clock.now += timeout_s
+            raise ServerLost("server", got="away", allowed="one that answers", remedy="")
+
+    cluster = Cluster(servers=("a:1",) * servers, own=0, client_count=1, token=TOKEN)
+    client = SamplerClient(cluster, "item", None, patience_s=patience_s)
+    monkeypatch.setattr(client, "_connected", Away)
+    with pytest.raises(ServerLost):
+        client.sample(OWN, None, (0, 0, 0))
+    assert clock.now == pytest.approx(patience_s, abs=0.1)
+    assert set(asked) == set(range(servers))
+
+
+def nodes(settings: SamplerSettings, local_rank: int) -> tuple[list[str], str]:
+    """Two nodes of one hostname, as containers may be."""
+    mesh = comm.init(device="cpu", timeout_s=60)
+    opener = partial(Sampler.open, settings, RECIPE, seed=5)
+    try:
+        client, server = start_service(
+            opener, mesh.control, id="item", user="user", local_rank=local_rank
+        )
+    except ConfigError as error:
+        return [], str(error)
+    assert server is not None
+    client.sample(OWN, USERS, (0, 0, 0))
+    mesh.control.barrier(what="draws")
+    client.close()
+    server.close()
+    return list(client.cluster.servers), server.address
+
+
+def test_ranks_ask_their_own_node_s_server(settings: SamplerSettings) -> None:
+    found = run_ranks(2, nodes, settings, 0, timeout_s=240)
+    assert [servers for servers, _ in found] == [[address] for _, address in found]
+    for servers, message in run_ranks(2, nodes, settings, 1, timeout_s=240):
+        assert servers == []
+        assert "servers of samplers" in message
 
 
 def test_what_a_server_cannot_open_is_reported(settings: SamplerSettings, tmp_path: Path) -> None:

@@ -79,6 +79,15 @@ def test_a_run_draws_the_same_items_again(twin: Path, tmp_path: Path) -> None:
     assert trained(twin, tmp_path / "a", ["seed=2"]) != trained(twin, tmp_path / "b", [])
 
 
+def test_evaluation_and_predictions_need_no_items(twin: Path, tmp_path: Path) -> None:
+    console = Console(quiet=True)
+    result = train.run(settings(twin, tmp_path), console=console)
+    away = ["data.sampler.items=none.parquet"]
+    found = train.evaluate(str(result.folder), away, console=console)
+    assert found["two_tower"] == pytest.approx(dict(result.metrics)["two_tower"])
+    assert train.predict(str(result.folder), away, console=console).is_file()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

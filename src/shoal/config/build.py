@@ -347,7 +347,11 @@ def source_inputs(source: tree.SourceSettings) -> SourceInputs:
 
 
 def open_data(
-    config: RunConfig, share: RankShare | None = None, collectives: Collectives | None = None
+    config: RunConfig,
+    share: RankShare | None = None,
+    collectives: Collectives | None = None,
+    *,
+    samples: bool = True,
 ) -> RunData:
     """Open a run's source and divide it into training and evaluation.
 
@@ -356,6 +360,7 @@ def open_data(
         share: this rank's part of each batch; None: all of it, but of training batches this
             worker's part if it is one of several.
         collectives: of all ranks, which then share servers if data.sampler says so.
+        samples: training batches have the items of data.sampler; else nothing of it is opened.
 
     Raises:
         ConfigError: nothing says what to evaluate on, or two settings do; batches of one example
@@ -405,7 +410,7 @@ def open_data(
             pin_memory=pins,
             least=least,
             short=settings.last_batch,
-            sampler=_sampler(config, collectives),
+            sampler=_sampler(config, collectives) if samples else None,
         )
     return RunData(
         features=training.features,

@@ -7,15 +7,16 @@ again at its address, and who waits for it asks again.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
 import pickle
 import secrets
-import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,7 @@ Opener = Callable[[], Sampling]
 _log = logging.getLogger(__name__)
 
 _CALL_S = 10.0  # for an answer, before the server is asked again
+_LEAST_CALL_S = 0.01
 _AGAIN_S = 1.0  # before a server that did not start is started again
 _MOST_BYTES = 1 << 28
 
@@ -73,7 +75,7 @@ class SamplerClient:
     Args:
         cluster: the servers.
         id, user: the features that identify items and users; user may be None.
-        patience_s: how long servers may be away.
+        patience_s: how long servers may be away; each of them is asked in that time.
 
     Attributes:
         server: that ends with the client, if one is given; a copy has none.
@@ -100,16 +102,18 @@ class SamplerClient:
         head = json.dumps(key).encode()
         frames = [np.ascontiguousarray(one) for one in (items_B, users_B) if one is not None]
         count = len(self.cluster.servers)
-        lost: ServerLost | None = None
-        for number in range(max(count, round(self.patience_s / _CALL_S))):
+        until = time.monotonic() + self.patience_s
+        for number in itertools.count():
             server = (self.cluster.own + number) % count
+            left_s = until - time.monotonic()
+            timeout_s = max(min(_CALL_S, self.patience_s / count, left_s), _LEAST_CALL_S)
             try:
-                reply = self._connected().call(server, head, frames, timeout_s=_CALL_S)
+                reply = self._connected().call(server, head, frames, timeout_s=timeout_s)
                 return _sampled(*reply.result())
-            except ServerLost as error:
-                lost = error
-        assert lost is not None
-        raise lost
+            except ServerLost:
+                if time.monotonic() >= until:
+                    raise
+        raise AssertionError("it counts without end")
 
     def close(self) -> None:
         """Disconnect, and end the server, if it is this client's."""
@@ -164,7 +168,7 @@ class SamplerServer:
     def close(self) -> None:
         """End the process. May be called twice."""
         self._ending.set()
-        self._process.stdin.close()
+        _end(self._process)
         self._keeper.join()
 
     def _started(self, address: str) -> tuple[Any, str]:
@@ -174,37 +178,48 @@ class SamplerServer:
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         )
-        with contextlib.suppress(BrokenPipeError):
-            pickle.dump([*self._material, address], process.stdin)
-            process.stdin.flush()
-        with process.stdout:
-            line = process.stdout.readline()
-        found = json.loads(line) if line else {"error": "it ended at once"}
-        if "error" in found:
-            process.stdin.close()
+        self._process = process  # which close() ends while it starts
+        if self._ending.is_set():
+            _end(process)
+        try:
+            with process.stdout:
+                material = pickle.dumps([*self._material, address])
+                with contextlib.suppress(BrokenPipeError, ValueError):  # closed by close()
+                    process.stdin.write(material)
+                    process.stdin.flush()
+                line = process.stdout.readline()
+            found = json.loads(line) if line else {"error": "it ended at once"}
+            if "error" in found:
+                remedy = "Correct what is named."
+                raise DataError("server of a sampler", found["error"], "one that starts", remedy)
+        except BaseException:
+            _end(process)
             process.wait()
-            remedy = "Correct what is named."
-            raise DataError("server of a sampler", found["error"], "one that starts", remedy)
+            raise
         return process, found["address"]
 
     def _keep(self) -> None:
         for _ in range(self._restarts):
-            self._wait()
+            self._process.wait()
             if self._ending.is_set():
                 return
+            _end(self._process)
             _log.warning("the sampler's server ended (%s); again", self._process.returncode)
             try:
                 self._process, _ = self._started(self.address)
-            except ShoalError as error:
+            except (ShoalError, OSError) as error:
                 _log.warning("%s", error)
                 self._ending.wait(_AGAIN_S)
-            if self._ending.is_set():  # closed meanwhile
-                self._process.stdin.close()
-        self._wait()
-
-    def _wait(self) -> None:
         self._process.wait()
-        self._process.stdin.close()
+        if not self._ending.is_set():
+            _log.error("the sampler's server ended, and is not started again")
+
+
+def _end(process: Any) -> None:
+    """End a server, also when a forked child of ours has its standard input open."""
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()
+    process.terminate()
 
 
 def start_service(
@@ -231,34 +246,34 @@ def start_service(
 
     Raises:
         DataError: a server cannot start; on every rank.
+        ConfigError: rank 0 is not local rank 0; on every rank.
     """
     token = collectives.gather_objects(secrets.token_hex(32), what="token of samplers")[0]
     server: SamplerServer | None = None
 
-    def start() -> tuple[str, str | None, int]:
+    def start() -> tuple[str | None, int]:
         nonlocal server
         server = SamplerServer(opener, token, host=host) if local_rank == 0 else None
-        return socket.gethostname(), server.address if server else None, clients
+        return server.address if server else None, clients
 
     try:
         found = together(collectives, "servers of samplers", start, failed=DataError)
+        if found[0][0] is None:
+            remedy = "Number the ranks node by node, each from local rank 0 on."
+            raise ConfigError("servers of samplers", "none of rank 0", "one on each node", remedy)
     except BaseException:
         if server is not None:
             server.close()
         raise
-    nodes = [(name, address) for name, address, _ in found if address is not None]
-    near = _local_only(host)
-    here = socket.gethostname()
-    mine = [k for k, (name, _) in enumerate(nodes) if name == here]
-    if not mine:
-        got, remedy = f"none on {here}", "Start local rank 0 on each node."
-        raise ConfigError("servers of samplers", got, "one on each node", remedy)
-    if near:
-        nodes = [nodes[mine[0]]]
+    # Ranks are numbered node by node; names of hosts need not differ.
+    servers = [address for address, _ in found if address is not None]
+    own = sum(address is not None for address, _ in found[: collectives.rank + 1]) - 1
+    if _local_only(host):
+        servers, own = [servers[own]], 0
     cluster = Cluster(
-        servers=tuple(address for _, address in nodes),
-        own=0 if near else mine[0],
-        client_count=sum(count for _, _, count in found),
+        servers=tuple(servers),
+        own=own,
+        client_count=sum(count for _, count in found),
         token=token,
     )
     return SamplerClient(cluster, id, user, patience_s=patience_s), server
@@ -318,8 +333,10 @@ def _sampled(head: bytes, frames: Frames) -> Sampled:
 
 def _serve() -> None:
     """Answer until standard input ends, which it does when who started this ends."""
-    opener, token, address = pickle.load(sys.stdin.buffer)
+    told = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what an opener prints is no answer
     try:
+        opener, token, address = pickle.load(sys.stdin.buffer)
         sampler = opener()
 
         def handler(head: bytes, frames: Frames) -> tuple[bytes, Sequence[Any]]:
@@ -329,10 +346,12 @@ def _serve() -> None:
             return _packed(sampler.sample(items_B, users_B, tuple(json.loads(head))))
 
         server = Server(f"tcp://{address}", handler, secret=Secret(token), most_bytes=_MOST_BYTES)
-    except ShoalError as error:
-        print(json.dumps({"error": str(error)}), flush=True)
+    except Exception as error:  # noqa: BLE001 - who started this reports it, whatever it is
+        name = "" if isinstance(error, ShoalError) else f"{type(error).__name__}: "
+        print(json.dumps({"error": f"{name}{error}"}), file=told, flush=True)
         return
-    print(json.dumps({"address": server.address.removeprefix("tcp://")}), flush=True)
+    print(json.dumps({"address": server.address.removeprefix("tcp://")}), file=told, flush=True)
+    told.close()
     sys.stdin.buffer.read()
     server.stop()
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal.data.batch import Batch
 from shoal.errors import ConfigError, unknown_name
 from shoal.ragged import KeyedRagged
 
@@ -186,12 +187,13 @@ class Counter:
 
 
 def profile_data(
-    batches: Iterable[KeyedRagged], features: Mapping[str, str], *, most: int = 64
+    batches: Iterable[KeyedRagged | Batch], features: Mapping[str, str], *, most: int = 64
 ) -> dict[str, TableStatistics]:
     """Statistics of each table's ids.
 
     Args:
-        batches: ids, on the CPU; in time order, so that growth shows.
+        batches: ids, on the CPU; in time order, so that growth shows. Items that a `Batch` has of a
+            sampler are ids of its examples.
         features: feature -> its table.
         most: batches that are read.
 
@@ -199,14 +201,16 @@ def profile_data(
         by table; none of a table without any id.
     """
     counters = {table: Counter() for table in features.values()}
-    for _, batch in zip(range(most), batches, strict=False):
+    for _, given in zip(range(most), batches, strict=False):
+        batch = given.ids if isinstance(given, Batch) else given
+        examples = given.labels.numel() if isinstance(given, Batch) else given.batch_size
         ids: dict[str, list[int]] = {}
         for feature, table in features.items():
             ids.setdefault(table, []).append(batch.keys.index(feature))
         for table, keys in ids.items():
             picked = batch.select(tuple(batch.keys[k] for k in keys))
             values = picked.values_N.numpy()
-            counters[table].add(values, batch.batch_size)
+            counters[table].add(values, examples)
     return {table: one.statistics() for table, one in counters.items() if one.occurrences}
 
 

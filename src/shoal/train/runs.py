@@ -189,8 +189,10 @@ def _open(
     ranks: Ranks,
     console: Console,
     previous: Callable[[], Plan | None] = lambda: None,
+    *,
+    trains: bool = True,
 ) -> _Opened:
-    """Open the data and build the models; previous: as of `Learner`."""
+    """Open the data, with a sampler if it trains, and build the models; previous: of `Learner`."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     elif torch.get_num_threads() > MAX_THREADS:
@@ -203,7 +205,7 @@ def _open(
     torch.manual_seed(config.seed)
     if config.tf32 is not None:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
-    data = open_data(config, ranks.share, ranks.control)
+    data = open_data(config, ranks.share, ranks.control, samples=trains)
     models: dict[str, ModelSpec] = {config.model.kind: config.model}
     if LOGISTIC in config.baselines:
         models.setdefault(LOGISTIC, LogisticSettings())
@@ -394,7 +396,7 @@ def _trained(
         ranks, config = gather_ranks(settings)
         with ranks.together():
             require_same(ranks.control, settings)
-            opened = _open(config, ranks, console)
+            opened = _open(config, ranks, console, trains=False)
             with _closing(opened):
                 there = partial(folders.checkpoint_of, folder)
                 where = as_first_rank(ranks.control, there, what="checkpoint of the run")

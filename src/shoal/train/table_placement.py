@@ -111,9 +111,11 @@ def topology_of(config: RunConfig, ranks: Ranks) -> Topology:
 
 
 def statistics_of(
-    config: RunConfig, parts: ModelParts, batches: int = _PROFILED
+    config: RunConfig, parts: ModelParts, batches: int = _PROFILED, *, ranks: int = 1
 ) -> dict[str, TableStatistics]:
     """Statistics of the file that a config names, or of the first batches of its data.
+
+    With data.sampler batches are those of one of `ranks`: each draws its own items.
 
     Raises:
         UnknownName: of a table that the model does not have.
@@ -124,18 +126,20 @@ def statistics_of(
         check_known(found, [spec.name for spec in parts.tables])
         return found
     features = {one.name: one.table for one in parts.features}
-    loader = data_of(config).train
-    return profile_data((batch.ids for batch in loader.batches()), features, most=batches)
+    share = RankShare() if config.data.sampler is None else RankShare(0, ranks)
+    loader = data_of(config, share, samples=True).train
+    return profile_data(loader.batches(), features, most=batches)
 
 
-def data_of(config: RunConfig) -> RunData:
-    """The data of a run as it is read on the host, by one rank."""
-    return open_data(config.model_copy(update={"device": "cpu"}), RankShare())
+def data_of(config: RunConfig, share: RankShare | None = None, *, samples: bool = False) -> RunData:
+    """The data of a run as it is read on the host, by one rank; samples: as of `open_data`."""
+    here = config.model_copy(update={"device": "cpu"})
+    return open_data(here, share or RankShare(), samples=samples)
 
 
 def inputs_of(config: RunConfig, parts: ModelParts, ranks: int) -> list[TableInput]:
     """What is to be planned for each table of a model, as it will be when all data was seen."""
-    statistics = statistics_of(config, parts)
+    statistics = statistics_of(config, parts, ranks=ranks)
     examples = data_of(config).train.size or 1 << 30  # of a stream nobody knows
     host = build_host_rows(config)
     return [

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from shoal.data import Loader, Sampler, SamplerSettings, TensorSource
 from shoal.errors import ConfigError, UnknownName
 from shoal.planner.statistics import (
     Counter,
     TableStatistics,
     check_known,
+    profile_data,
     read_statistics,
     statistics_text,
     zipf,
@@ -59,6 +62,17 @@ def test_ids_of_the_second_half_are_growth() -> None:
     assert counter.statistics().new_per_sample == 0.5
     with pytest.raises(ConfigError, match="ids of a table"):
         Counter().statistics()
+
+
+def test_sampled_items_are_ids_of_the_examples() -> None:
+    rows = torch.arange(1000)
+    source = TensorSource({"user": rows % 300, "item": rows % 500}, torch.ones(1000))
+    items = TensorSource({"item": torch.arange(500)}, torch.zeros(500))
+    sampler = Sampler(items, SamplerSettings(items="", id="item", count=500))
+    loader = Loader(source, 250, sampler=sampler)
+    found = profile_data(loader.batches(), {"user": "users", "item": "items"}, most=3)
+    assert found["users"].ids_per_sample == 1
+    assert found["items"].ids_per_sample == 1 + 500 / 250
 
 
 def test_files(tmp_path: Path) -> None:
