@@ -23,7 +23,7 @@ from pydantic import (
 )
 from pydantic_core import core_schema
 
-from shoal.config.allowed import DEVICE, NAME, allowed_by
+from shoal.config.allowed import DEVICE, NAME, allowed_by, place_of, shown
 from shoal.data.feature_set import (
     ID_RULES,
     ElementWise,
@@ -161,9 +161,10 @@ def _convert(value: Any, hint: Any, what: str) -> Any:
         adapter = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
         return adapter.validate_python(value)
     except ValidationError as error:
+        place, wrong = place_of(error.errors()[0], value)
         raise ConfigError(
-            what,
-            got=repr(value),
+            what + place,
+            got=shown(wrong),
             allowed=allowed_by(error.errors()),
             remedy="Change the setting.",
         ) from error
