@@ -82,12 +82,12 @@ def test_settings_as_options_get_a_hint() -> None:
     for command in ("train", "eval", "predict", "ps"):
         code, _, err = invoke(command, "examples/flights.yaml", "--lr", "0.1")
         assert code == Exit.ERROR
-        assert "without dashes" in err
+        assert "Settings are" in err
     for wrong, right in (("--resum", "--resume"), ("--print_config", "--print-config")):
         err = invoke("train", "examples/flights.yaml", wrong)[2]
         assert right in err
-        assert "without dashes" not in err
-    assert "without dashes" not in invoke("ckpt", "inspect", "--lr", "0.1")[2]
+        assert "Settings are" not in err
+    assert "Settings are" not in invoke("ckpt", "inspect", "--lr", "0.1")[2]
 
 
 def test_options_of_a_wrong_type_are_refused_in_plain_words() -> None:
