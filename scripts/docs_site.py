@@ -126,11 +126,14 @@ def bench_page() -> str:
         shown = ("processor", "cores", "gpu", "date", "commit", "python", "torch")
         lines += ["", f"## {file.stem}", ""]
         lines += [", ".join(f"{key}: {facts[key]}" for key in shown if facts.get(key)), ""]
-        lines += ["| case | ours | baseline | ratio | unit |", "|---|---|---|---|---|"]
-        for row in found.get("rows", ()):
-            cells = [row.get("case"), row.get("ours"), row.get("peer_value", row.get("baseline"))]
-            cells += [row.get("ratio", row.get("figure")), row.get("unit")]
-            lines.append("| " + " | ".join(map(_cell, cells)) + " |")
+        rows = [dict(row) for row in found.get("rows", ())]
+        for row in rows:
+            row["ratio"] = row.get("figure", row.get("ratio"))
+            row["baseline"] = row.get("peer_value", row.get("baseline"))
+        known = ("case", "ours", "baseline", "ratio", "unit", "machine", "bench")
+        names = [name for name in known if any(row.get(name) is not None for row in rows)]
+        lines += [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+        lines += [f"| {' | '.join(_cell(row.get(name)) for name in names)} |" for row in rows]
     return "\n".join([*lines, ""]) if files else ""
 
 

@@ -91,12 +91,16 @@ if not TYPE_CHECKING:  # type checkers read the imports above
         """A public name from its module, or a module of this package."""
         if name in _HOME_OF:
             found = getattr(import_module(f"shoal.{_HOME_OF[name]}"), name)
-        elif not name.startswith("_") and find_spec(f"shoal.{name}") is not None:
+        elif name.isidentifier() and not name.startswith("_") and _is_module(name):
             found = import_module(f"shoal.{name}")
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         globals()[name] = found
         return found
+
+    def _is_module(name):
+        found = find_spec(f"shoal.{name}")
+        return found is not None and found.origin is not None  # the folder of examples has none
 
     def __dir__():
         return sorted({*globals(), *__all__})

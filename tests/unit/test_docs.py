@@ -15,8 +15,9 @@ from shoal import errors
 from shoal.config.compose import ENVIRONMENT
 from shoal.config.tree import RunConfig
 from shoal.models import MODELS, TaskSettings
-from support.pages import DOCS, PAGES, name_of
+from support.pages import DOCS, PAGES, ROOT, name_of
 
+PROJECT = [ROOT / f"{name}.md" for name in ("CONTRIBUTING", "CHANGELOG", "SECURITY")]
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 KEY_ROW = re.compile(r"^\| `([A-Za-z0-9_.]+)` \|", flags=re.MULTILINE)
 
@@ -55,7 +56,7 @@ def keys_of(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from keys_of(cls, f"{prefix}{key}.{named}")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", [*PAGES, *PROJECT], ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in LINK.findall(prose_of(page)):
         if re.match(r"[a-z]+:", target):

@@ -24,7 +24,7 @@ class Exit(IntEnum):
     INTERRUPTED = 130
 
 
-_TYPER = re.compile(r"Input should be a valid (integer|number).*", re.DOTALL)
+_TYPER = re.compile(r"Input should be a valid (integer|number).*|Value error, ", re.DOTALL)
 _WORDS = {"integer": "a whole number", "number": "a number"}
 
 
@@ -39,11 +39,11 @@ class AllCommands(TyperGroup):
             wrong: Any = error  # of typer's own click, or of click, as typer's version has it
             command = getattr(getattr(wrong, "ctx", None), "command", None)
             settings = any(one.name == "overrides" for one in getattr(command, "params", ()))
-            if getattr(wrong, "option_name", None) and settings:
-                wrong.possibilities = None
+            near = getattr(wrong, "possibilities", None)
+            if getattr(wrong, "option_name", None) and settings and not near:
                 wrong.message += ". Settings are KEY=VALUE without dashes: data.batch_size=1024"
             elif command is not None:
-                wrong.message = _TYPER.sub(lambda found: _WORDS[found[1]], wrong.message)
+                wrong.message = _TYPER.sub(lambda found: _WORDS.get(found[1], ""), wrong.message)
             raise
 
 

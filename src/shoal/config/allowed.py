@@ -39,6 +39,17 @@ _PATTERNS = {
 }
 
 
+def shown(value: object) -> str:
+    """A setting's value as it stands in a file."""
+    return "null" if value is None else repr(value)
+
+
+def place_of(error: ErrorDetails, value: object) -> tuple[str, object]:
+    """Which part of a list is wrong, "[1]", and that part; else "" and the whole value."""
+    place = "".join(f"[{part}]" for part in error["loc"] if isinstance(part, int))
+    return place, error["input"] if place else value
+
+
 def names_of(error: ErrorDetails) -> list[str]:
     """The names that a setting of a few names may be; empty for other settings."""
     if error["type"] != "literal_error":

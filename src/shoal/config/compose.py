@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from pydantic_core import ErrorDetails
 
 from shoal.comm import consensus
 from shoal.comm.collectives import Collectives
-from shoal.config.allowed import allowed_by, names_of
+from shoal.config.allowed import allowed_by, names_of, shown
 from shoal.config.tree import RunConfig
 from shoal.config.yaml_limits import check_growth, check_override, check_values, read_checked
 from shoal.errors import ConfigError, ShoalError, UnknownName, did_you_mean, unknown_name
@@ -92,10 +93,20 @@ def compose_file(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, A
     except Exception as error:  # of parsers of other packages, which raise whatever they meet
         raise ConfigError(
             f"config {path}",
-            got=" ".join((str(error) or repr(error.__cause__)).split())[:1000],
+            got=_reason(error)[:1000],
             allowed="YAML in UTF-8, and overrides of keys that exist",
             remedy="Correct the file or the override named above.",
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """What another package's error says; of an override, the key and what was wrong with it."""
+    merged = re.fullmatch(r"Error merging override \+*(.*)", str(error), re.DOTALL)
+    cause = str(error.__cause__).partition("\n")[0]
+    for theirs, ours in (("DictConfig", "settings"), ("ListConfig", "a list")):
+        cause = cause.replace(theirs, ours)
+    text = f"{merged[1]} ({cause})" if merged else str(error) or repr(error.__cause__)
+    return " ".join(text.split())
 
 
 def _load_checked(source: Any, load_config: Callable[[str], Any], config_path: str) -> Any:
@@ -256,7 +267,7 @@ def _translate(error: ValidationError, settings: Mapping[str, Any]) -> ShoalErro
     names = [name for one in own for name in names_of(one)]
     return ConfigError(
         f"config key {path}",
-        got="nothing" if first["type"] == "missing" else repr(first["input"])[:200],
+        got="nothing" if first["type"] == "missing" else shown(first["input"])[:200],
         allowed=allowed_by(own),
         remedy=did_you_mean(str(first["input"]), names)
         or "Correct it in the file or on the command line.",

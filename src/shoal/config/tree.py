@@ -23,7 +23,15 @@ from pydantic import (
 )
 from pydantic_core import core_schema
 
-from shoal.config.allowed import DEVICE, NAME, allowed_by, is_bool_for_number, with_patterns
+from shoal.config.allowed import (
+    DEVICE,
+    NAME,
+    allowed_by,
+    is_bool_for_number,
+    place_of,
+    shown,
+    with_patterns,
+)
 from shoal.data.feature_set import (
     ID_RULES,
     ElementWise,
@@ -161,8 +169,13 @@ def _convert(value: Any, hint: Any, what: str) -> Any:
         adapter = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
         return adapter.validate_python(value)
     except ValidationError as error:
-        allowed = allowed_by(error.errors())
-        raise ConfigError(what, repr(value), allowed, "Change the setting.") from error
+        place, wrong = place_of(error.errors()[0], value)
+        raise ConfigError(
+            what + place,
+            got=shown(wrong),
+            allowed=allowed_by(error.errors()),
+            remedy="Change the setting.",
+        ) from error
 
 
 def _options(hint: Any) -> tuple[Any, ...]:

@@ -51,8 +51,15 @@ def test_a_package_that_nobody_used_has_its_names() -> None:
     code = "import shoal, sys; assert 'torch' not in sys.modules; shoal.rules.optimizers.Adam"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     assert set(shoal.__all__) <= set(dir(shoal))
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = shoal.nothing
+    for name in ("nothing", "rules.optimizers", "", "a.b"):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
+            getattr(shoal, name)
+
+
+def test_a_folder_without_code_is_no_module(monkeypatch: Any, tmp_path: Path) -> None:
+    (tmp_path / "examples").mkdir()
+    monkeypatch.setattr(shoal, "__path__", [*shoal.__path__, str(tmp_path)])
+    assert not hasattr(shoal, "examples")
 
 
 def test_version_names_what_runs() -> None:
@@ -75,8 +82,12 @@ def test_settings_as_options_get_a_hint() -> None:
     for command in ("train", "eval", "predict", "ps"):
         code, _, err = invoke(command, "examples/flights.yaml", "--lr", "0.1")
         assert code == Exit.ERROR
-        assert "KEY=VALUE" in err
-    assert "KEY=VALUE" not in invoke("ckpt", "inspect", "--lr", "0.1")[2]
+        assert "Settings are" in err
+    for wrong, right in (("--resum", "--resume"), ("--print_config", "--print-config")):
+        err = invoke("train", "examples/flights.yaml", wrong)[2]
+        assert right in err
+        assert "Settings are" not in err
+    assert "Settings are" not in invoke("ckpt", "inspect", "--lr", "0.1")[2]
 
 
 def test_options_of_a_wrong_type_are_refused_in_plain_words() -> None:
