@@ -70,12 +70,15 @@ def test_it_serves_a_run_until_it_is_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_ends_while_it_loads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_it_ends_while_it_loads(
+    sent: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     run = trained(tmp_path)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def load(repository: Repository) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), sent)
         time.sleep(30)
         raise AssertionError("it loads on")
 
@@ -85,7 +88,7 @@ def test_it_ends_while_it_loads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert found.exit_code == 0, found.output
+    assert found.exit_code == code, found.output
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from shoal.cli.shell import Debug, argument, clean_errors, console, option, print_line
+from shoal.cli.usage import Exit
 
 if TYPE_CHECKING:
     from shoal.config import RunConfig
@@ -189,13 +190,14 @@ def serve(
             )
         else:
             source = FolderSource(_folder(run), share, name=name, version=version)
-        done, loading, out = threading.Event(), threading.Event(), console()
+        done, loading, out = threading.Event(), False, console()
 
-        def stop(*_: object) -> None:
+        def stop(number: int, _: object) -> None:
+            nonlocal loading
             done.set()
-            if loading.is_set():  # its rows may take minutes
-                loading.clear()
-                raise SystemExit(0)
+            if loading:  # its rows may take minutes
+                loading = False
+                raise SystemExit(Exit.INTERRUPTED if number == signal.SIGINT else Exit.DONE)
 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, stop)
@@ -234,9 +236,9 @@ def serve(
                 )
                 registered = BackgroundRegistration(register, lambda: models.ready, done)
                 stack.enter_context(registered)
-            loading.set()
+            loading = True
             models.__enter__()
-            loading.clear()
+            loading = False
             what = ", ".join(models.names)
             print_line(out, f"{what}: gRPC {server.grpc_address}, HTTP {server.http_address}")
             done.wait()

@@ -221,7 +221,7 @@ def _sort_columns(found: _Found, sample: Any) -> None:
     from shoal.data.columns import decoded, is_list
 
     known = {found.label, found.time, *(name for some in found.unused.values() for name in some)}
-    alone = []
+    alone: list[str] = []
     for name, kind in zip(sample.schema.names, sample.schema.types, strict=True):
         if pa.types.is_dictionary(kind):
             kind = kind.value_type

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import sys
 import traceback
@@ -39,7 +40,9 @@ class AllCommands(TyperGroup):
             wrong: Any = error  # of typer's own click, or of click, as typer's version has it
             command = getattr(getattr(wrong, "ctx", None), "command", None)
             settings = any(one.name == "overrides" for one in getattr(command, "params", ()))
-            near = getattr(wrong, "possibilities", None)
+            bare = str(getattr(wrong, "option_name", "")).strip("-")  # dashes make all alike
+            options = {one.strip("-"): one for one in getattr(wrong, "possibilities", None) or ()}
+            near = [options[one] for one in difflib.get_close_matches(bare, options)]
             if getattr(wrong, "option_name", None) and settings and not near:
                 wrong.message += ". Settings are KEY=VALUE without dashes: data.batch_size=1024"
             elif command is not None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
+
+from shoal.errors import ConfigError
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 DEVICE = r"^(auto|cpu|cuda(:[0-9]+)?)$"
@@ -98,3 +100,26 @@ def with_patterns(value: Any, default_kind: str) -> Any:
             own = {key: value[key] for key in kept if key in value} | dict(own)
         filled[pattern] = own
     return {**value, "parameters": filled}
+
+
+def of_type(value: Any, hint: Any, what: str) -> Any:
+    """A setting as the type that it has in Python.
+
+    Raises:
+        ConfigError: it has another.
+    """
+    if is_bool_for_number(value, hint):
+        allowed = "a number"
+        raise ConfigError(what, got=repr(value), allowed=allowed, remedy="Change the setting.")
+    try:
+        adapter = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        place, wrong = place_of(error.errors()[0], value)
+        key, of, owner = what.partition(" of ")
+        raise ConfigError(
+            f"{key}{place}{of}{owner}",
+            got=shown(wrong),
+            allowed=allowed_by(error.errors()),
+            remedy="Change the setting.",
+        ) from error

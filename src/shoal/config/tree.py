@@ -17,21 +17,11 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     PositiveFloat,
-    TypeAdapter,
-    ValidationError,
     model_validator,
 )
 from pydantic_core import core_schema
 
-from shoal.config.allowed import (
-    DEVICE,
-    NAME,
-    allowed_by,
-    is_bool_for_number,
-    place_of,
-    shown,
-    with_patterns,
-)
+from shoal.config.allowed import DEVICE, NAME, is_bool_for_number, of_type, with_patterns
 from shoal.data.feature_set import (
     ID_RULES,
     ElementWise,
@@ -162,20 +152,7 @@ def _convert(value: Any, hint: Any, what: str) -> Any:
             if any(isinstance(option, type) and issubclass(option, base) for option in options):
                 return build(value, registry)
         value = tuple(sorted(value.items()))
-    if is_bool_for_number(value, hint):
-        allowed = "a number"
-        raise ConfigError(what, got=repr(value), allowed=allowed, remedy="Change the setting.")
-    try:
-        adapter = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
-        return adapter.validate_python(value)
-    except ValidationError as error:
-        place, wrong = place_of(error.errors()[0], value)
-        raise ConfigError(
-            what + place,
-            got=shown(wrong),
-            allowed=allowed_by(error.errors()),
-            remedy="Change the setting.",
-        ) from error
+    return of_type(value, hint, what)
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
