@@ -39,6 +39,7 @@ def all_checks() -> None:
         check_collectives(collectives)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_gloo(world_size: int) -> None:
     run_ranks(world_size, all_checks)

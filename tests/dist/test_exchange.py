@@ -27,6 +27,7 @@ def test_same_as_one_process(world_size: int) -> None:
         same_as_local(case, outcomes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_monolith_distributed_multi_type_hash_table(world_size: int) -> None:
     """Zeros first; every rank sends the same gradients, and they add up."""
@@ -36,6 +37,7 @@ def test_monolith_distributed_multi_type_hash_table(world_size: int) -> None:
         assert after == [[[-1.0 * w], [-1.0 * w]], [[-0.5 * w, -1.0 * w], [0.0, 0.0]]]
 
 
+@pytest.mark.slow
 def test_shares_keep_their_part_of_the_capacity() -> None:
     shardings = ("row_wise", "data_parallel")
     cases = [Case(sharding, capacity=10, sizes=(2,), steps=6) for sharding in shardings]
@@ -47,6 +49,7 @@ def test_shares_keep_their_part_of_the_capacity() -> None:
     assert whole[0].rows["users"]["ids"] == whole[1].rows["users"]["ids"]
 
 
+@pytest.mark.slow
 def test_precision_on_the_way() -> None:
     for errors in run_ranks(2, rounded_on_the_way, (None, "float16", "bfloat16", "int8")):
         assert errors[0] <= 1e-6
@@ -67,9 +70,11 @@ def test_full_owner_stops_everyone() -> None:
         assert part in text
 
 
+@pytest.mark.slow
 def test_full_replicas_may_go_on() -> None:
     assert run_ranks(2, full_everywhere) == [("TableFull", [0.0] * 4)] * 2
 
 
+@pytest.mark.slow
 def test_bad_time_is_raised_before_anything_is_sent() -> None:
     assert run_ranks(2, wrong_time) == [("InputError", 6), ("InputError", 6)]

@@ -40,6 +40,7 @@ def told_by_rank() -> list[Any]:
     return told
 
 
+@pytest.mark.slow
 def test_a_step_of_all_ranks() -> None:
     n = RANKS
     before = {"1": [[0], [0]], "2": [[0, 0]]}

@@ -140,6 +140,7 @@ def closing_what_was_made() -> tuple[list[int], list[int]]:
     return counted, files
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
 def test_closed_collectives_give_their_threads_and_sockets_back() -> None:
     for counted, files in run_ranks(2, closing_what_was_made):
@@ -176,6 +177,7 @@ def missing() -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_starts_is_an_error() -> None:
     said, _ = run_ranks(2, missing)
     assert "start of the process groups" in said
@@ -219,6 +221,7 @@ def synced() -> list[float]:
     return list(module.weight.tolist())
 
 
+@pytest.mark.slow
 def test_run_hooks_give_all_the_state_of_rank_0() -> None:
     first, second = run_ranks(2, synced)
     assert first == second

@@ -94,6 +94,7 @@ def uneven_sizes(rounds: int, most: int) -> None:
                 assert torch.equal(values, wanted)
 
 
+@pytest.mark.slow
 def test_uneven_sizes() -> None:
     run_ranks(3, uneven_sizes, 60, 2000)
     run_ranks(2, uneven_sizes, 8, 300_000)  # larger than the rings
@@ -116,6 +117,7 @@ def large_values() -> None:
         assert [len(text) for text in texts] == [2_000_000 * rank for rank in range(ranks)]
 
 
+@pytest.mark.slow
 def test_large_values_are_combined_in_parts() -> None:
     run_ranks(3, large_values)
 

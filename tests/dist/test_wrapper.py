@@ -352,6 +352,7 @@ def other_dense_part(mesh: Mesh) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_ranks_that_build_other_dense_parts_are_told() -> None:
     for said in run_ranks(2, on_mesh, other_dense_part):
         assert "parameters and buffers of a model: got extra.weight" in said

@@ -109,6 +109,7 @@ def test_a_run_that_continues_brings_what_it_has_trained(
         learner._servers.ask([(Head(method="size"), [])] * 2)
 
 
+@pytest.mark.slow
 def test_workers_join_one_after_the_other(
     tmp_path: Path, addresses: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

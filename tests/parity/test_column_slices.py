@@ -206,6 +206,7 @@ def test_steps_on_the_device(rule: Optimizer, dtype: RowDType, cuts: tuple[int, 
     trained(device, spec, cuts, *((100, 400) if ON_GPU else (3, 12)))
 
 
+@pytest.mark.slow
 def test_rows_of_several_segments_on_the_device() -> None:
     trained(device, mixed("bfloat16"), (5, 8), *((100, 400) if ON_GPU else (2, 12)))
 
@@ -240,6 +241,7 @@ def test_the_rounding_of_a_slice_is_the_reference_s() -> None:
         assert torch.equal(chunk.weights[chunk.ids.argsort()], want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", SHARDS)
 def test_admission_of_slices_decides_as_that_of_the_whole(make: Make) -> None:
     rule = Admission(threshold=2, counter="sketch", sketch_width=16, sketch_depth=2)

@@ -240,6 +240,7 @@ def test_loss_scaling_with_skipped_steps(make_shard: ShardFactory, clip: bool) -
     run.check()
 
 
+@pytest.mark.slow
 @interpreted_once("rule", RULES, Adagrad(lr=0.1))
 def test_skipped_steps_leave_every_rule_alone(make_shard: ShardFactory, rule: Optimizer) -> None:
     """Steps 1 and 3 overflow under loss scaling; rows and state stay as if they never ran."""

@@ -147,7 +147,7 @@ class Run:
         return self.learner.step
 
     def _profiler(self, folder: str) -> torch.profiler.profile:
-        from shoal.train.observing import profiler  # brings pyarrow, too
+        from shoal.train import profiler  # brings pyarrow, too
 
         return on_all_ranks(
             self.mesh.control, lambda: profiler(folder, self.mesh.rank), what="folder of a profile"

@@ -113,7 +113,8 @@ class FirstN:
         Raises:
             ShapeError: not one row per id.
         """
-        return segment_first_n(torch.as_tensor(embeddings_ND), ragged.offsets_B1, self.length)
+        rows_ND = torch.as_tensor(embeddings_ND, device=ragged.values.device)
+        return segment_first_n(rows_ND, ragged.offsets_B1, self.length)
 
 
 COMBINERS = (ReduceSum, ReduceMean, FirstN)

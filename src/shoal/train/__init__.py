@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from shoal.train.observing import profiler
 from shoal.train.runs import evaluate, predict, run
 from shoal.train.summary import RunResult
 
-__all__ = ["RunResult", "evaluate", "predict", "run"]
+__all__ = ["RunResult", "evaluate", "predict", "profiler", "run"]

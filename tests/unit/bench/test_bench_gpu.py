@@ -64,6 +64,7 @@ def test_the_plan_is_the_same_at_every_scale() -> None:
     assert 0.74 < scale.loaded_rows / scale.slots <= 0.75
 
 
+@pytest.mark.slow
 def test_a_clock_numbers_its_calls() -> None:
     seen: list[int] = []
     times = clock_gpu.Clock("cpu", 1 << 16).measure(seen.append, 6)

@@ -31,6 +31,7 @@ def invoke(*arguments: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_a_plan_is_printed_and_written(tmp_path: Path) -> None:
     out = invoke("plan", DLRM, *SMALL, "--devices", "4")
     assert "26 tables on 4 ranks" in out and "is the slowest" in out
@@ -91,6 +92,7 @@ def test_clusters_that_one_does_not_have(tmp_path: Path) -> None:
     assert point.step_s > 0 and 1e12 * 100 / 4096 < point.device_bytes + point.host_bytes < 80e9
 
 
+@pytest.mark.slow
 def test_ranks_share_the_batch_of_a_run(tmp_path: Path) -> None:
     out = invoke("plan", "simulate", DLRM, *SMALL, "--devices", "1,2,4")
     rows = [line.split() for line in out.splitlines()[1:4]]

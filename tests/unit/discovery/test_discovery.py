@@ -98,6 +98,7 @@ def test_the_last_writer_wins(opened: Opened) -> None:
     assert second.query("ps") == {0: "h:1002"}
 
 
+@pytest.mark.slow
 def test_an_index_that_is_held_is_not_given_away(opened: Opened) -> None:
     first, second = opened(), opened()
     assert first.register("ps", 0, "", replace=False)

@@ -329,6 +329,7 @@ def test_bad_gradients_are_told_late() -> None:
     assert moved == {1: True, 2: False}
 
 
+@pytest.mark.slow
 def test_a_copy_has_the_same_rows() -> None:
     _, ours = pair(Adam(lr=0.01))
     optimizer = SparseOptimizer(ours)

@@ -15,7 +15,7 @@ FILES = sorted(EXAMPLE.rglob("*.py"))
 # Rooms that the documentation names as they are, beside what `shoal` itself has.
 ROOMS = {
     *("shoal.errors", "shoal.comm", "shoal.config", "shoal.data"),
-    *("shoal.checkpoint", "shoal.optim", "shoal.telemetry"),
+    *("shoal.checkpoint", "shoal.optim", "shoal.telemetry", "shoal.train"),
 }
 MAX_LINES, MAX_FUNCTION_LINES = 400, 60
 

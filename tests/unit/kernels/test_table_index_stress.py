@@ -95,6 +95,7 @@ class Stress:
         assert torch.equal(self.ids_of(found), distinct)
 
 
+@pytest.mark.slow
 def test_millions_of_colliding_inserts_leave_one_row_an_id(stress: Stress) -> None:
     rows = stress.sized(1_000_000, 200)
     stress.use(TableSize(rows=rows, slots=stress.sized(1 << 21, 1 << 9), salt=11))

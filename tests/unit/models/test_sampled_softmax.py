@@ -66,6 +66,7 @@ def test_the_loss_is_that_of_a_softmax_over_what_each_user_is_compared_with(loss
     torch.testing.assert_close(scores.eval()(users, items, None, NEGATIVES), own_B)
 
 
+@pytest.mark.slow
 def test_sampled_sums_estimate_the_sum_over_all_items() -> None:
     """The mean of many draws' sums is that over all items, which uncorrected sums are far from."""
     import numpy as np
@@ -94,6 +95,7 @@ def test_sampled_sums_estimate_the_sum_over_all_items() -> None:
     assert abs(np.mean(plain) - want) > 20 * error
 
 
+@pytest.mark.slow
 def test_an_item_of_the_batch_that_is_drawn_too_counts_once() -> None:
     """With kind no_edge: the mean of draws' sums is that over all items."""
     import numpy as np

@@ -180,6 +180,7 @@ def test_frequencies_are_learned_from_the_stream() -> None:
     assert found[0, 1] - found[0, 0] == pytest.approx(3.04, abs=0.01)  # log 21: it came once in 21
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_frequencies_of_ranks_are_those_of_a_rank_s_batch(ranks: int) -> None:
     model, slots = ItemFrequency(rate=0.02), 1 << 16

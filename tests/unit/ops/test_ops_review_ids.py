@@ -151,6 +151,7 @@ def test_a_long_run_of_narrow_rows_is_not_read_as_wide_ones() -> None:
     assert flat_E[:64].eq(1).all() and flat_E[100:102].eq(300).all() and flat_E[102:].eq(0).all()
 
 
+@pytest.mark.slow
 def test_unique_keys_compile_in_one_graph() -> None:
     def offsets(values: Tensor, offsets_B1: Tensor) -> Tensor:
         keys = Ragged(values, offsets_B1)

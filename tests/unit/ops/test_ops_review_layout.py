@@ -215,6 +215,7 @@ def test_export_leaves_no_stand_ins_in_the_plan(strict: bool) -> None:
     assert configs.on(torch.device("meta")) is moved
 
 
+@pytest.mark.slow
 def test_compiles_whole_for_any_batch_size() -> None:
     def laid(rows_UD: Tensor, values_N: Tensor, offsets_FB1: Tensor) -> list[Tensor]:
         batch = KeyedRagged(("a", "b"), values_N, offsets_FB1)

@@ -195,6 +195,7 @@ def test_any_order_keeps_the_rules(
     assert sorted(dropped) == [i for i in range(answered) if i >= len(trained)]
 
 
+@pytest.mark.slow
 @given(settings_of(), st.lists(ROUND, max_size=10), END, st.data())
 def test_ranks_call_in_one_order(
     settings: Settings, rounds: list[Facts], end: Facts, data: st.DataObject

@@ -112,6 +112,7 @@ def test_ranks_of_a_file_are_bounded_before_they_are_listed(ranks: str) -> None:
         Plan.from_json(text.replace('"ranks": "0-7"', f'"ranks": "{ranks}"'))
 
 
+@pytest.mark.slow
 def test_lists_of_ranks_are_bounded_all_together() -> None:
     plan = json.loads(make_plan([table()], GPUS, WORK).to_json())
     plan["world_size"] = 1 << 16
@@ -182,6 +183,7 @@ def test_pinned_ranks_and_nodes() -> None:
     assert sorted(where["d"]) == [(0, 1, 2, 3), (4, 5, 6, 7)]
 
 
+@pytest.mark.slow
 def test_groups_are_simulated_from_64_devices() -> None:
     many = Topology(nodes=16, local_size=8)
     tables = [table(f"t{k}", 1e5) for k in range(6)]
@@ -287,7 +289,10 @@ def test_other_wrong_arguments() -> None:
         create_planner("cpu", 0, topology=GPUS)
     with pytest.raises(ConfigError, match="EmbeddingCollection"):
         create_planner("cpu", 1, None, None, nn.Linear(1, 1), topology=GPUS)
-    for key, match in (("usr", "table of par.*user"), ("feature:whoo", "feature of par.*: who")):
+    for key, match in (
+        ("usr", "table of par.*user"),
+        ("feature:whoo", "feature of par.*: what, who"),
+    ):
         with pytest.raises(UnknownName, match=match):
             create_planner("cpu", 1, topology=GPUS).plan(Model({key: {}}))
     with pytest.raises(ConfigError, match="FORCE_LOAD"):

@@ -55,6 +55,7 @@ def best_by_hand(made: PlacementProblem) -> float:
     return best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_small_problems_are_solved_and_the_yardstick_is_right(seed: int) -> None:
     made = random_problem(seed, 3, 2, tight=seed % 2 == 1)
@@ -80,6 +81,7 @@ def test_the_gap_to_the_optimum_is_small(seed: int) -> None:
     assert found.state.peak <= exactly[0].peak * 1.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_never_worse_than_simpler_planners(seed: int) -> None:
     made = random_problem(300 + seed, 40, 16, tight=seed % 2 == 1)

@@ -210,6 +210,7 @@ TOKENS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unix", [False, True], ids=["tcp", "unix"])
 @pytest.mark.parametrize(("theirs", "own"), TOKENS.values(), ids=TOKENS)
 def test_a_worker_with_the_wrong_token_ends(
@@ -228,6 +229,7 @@ def test_a_worker_with_the_wrong_token_ends(
     server.stop()
 
 
+@pytest.mark.slow
 def test_a_server_with_a_token_is_told_though_it_never_hangs_up() -> None:
     """Its greeting says that it wants one; a worker without one does not greet it again."""
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + b"\1" + bytes(31)
@@ -267,6 +269,7 @@ def test_a_reply_that_is_too_large_for_the_client_is_never_read() -> None:
     server.stop()
 
 
+@pytest.mark.slow
 def test_the_health_of_servers(served: tuple[TableServer, Server], tmp_path: Path) -> None:
     table, server = served
     gone = f"127.0.0.1:{free_port()}"

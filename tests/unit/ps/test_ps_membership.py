@@ -64,6 +64,7 @@ def test_the_first_servers_get_the_indices_and_another_takes_over() -> None:
     assert third.is_held()
 
 
+@pytest.mark.slow
 def test_a_server_that_stands_by_ends_when_it_is_asked_to() -> None:
     space = Space()
     first, _, _ = lease(space, 1)

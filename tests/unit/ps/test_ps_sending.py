@@ -424,6 +424,7 @@ def test_many_calls_at_once_are_all_answered(gate: Gate, connected: Connected) -
         assert isinstance(call.exception(60), ServerLost)
 
 
+@pytest.mark.slow
 def test_servers_that_are_down_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Repeats of one server do not wait for those of another."""
     gates = [Gate(index=index, of=3) for index in range(3)]

@@ -204,6 +204,7 @@ def test_a_folder_is_served_with_int8_rows(run: Path) -> None:
     assert np.allclose(found[None], found["int8"], atol=0.01)
 
 
+@pytest.mark.slow
 def test_a_run_without_a_checkpoint_is_waited_for(tmp_path: Path) -> None:
     run = trained(tmp_path, baselines=[])
     (run / "checkpoints").rename(tmp_path / "kept")
@@ -239,6 +240,7 @@ def test_files_that_are_no_certificate(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_a_dense_module_is_compiled_if_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +260,7 @@ def test_a_dense_module_is_compiled_if_asked(
     assert found["prediction"].tolist() == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_products_of_half_precision_are_not_compiled(tmp_path: Path) -> None:
     run = trained(tmp_path, amp="bfloat16")
     source = FolderSource(run, ServedShare(compile=True))

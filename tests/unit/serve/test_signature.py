@@ -130,6 +130,7 @@ COMPUTED = {
 }
 
 
+@pytest.mark.slow
 def test_computed_features_are_inputs(tmp_path: Path) -> None:
     rows = [
         "user,city,price,age,y",

@@ -51,6 +51,7 @@ from support.published import (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_replica_follows(count: int) -> None:
     ranks, draw = trainers(count), random.Random(5)
@@ -274,6 +275,7 @@ def test_rows_of_any_placement_but_columns() -> None:
         assert min(one.passes for one in replica.status()) >= 2
 
 
+@pytest.mark.slow
 def test_shares_have_their_rows_and_get_no_others() -> None:
     ranks, draw = trainers(2), random.Random(16)
     train(ranks, draw)

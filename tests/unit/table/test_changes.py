@@ -106,6 +106,7 @@ def test_consumers_at_different_paces(shard: Shard) -> None:
     assert fast.restarts == slow.restarts == 1
 
 
+@pytest.mark.slow
 @ONCE
 def test_a_slow_read_during_quick_ones(shard: Shard) -> None:
     """What a consumer reads while others come and go is of its own point."""

@@ -135,6 +135,7 @@ def test_no_room_to_grow(monkeypatch: pytest.MonkeyPatch, name: str, where: str,
     assert shard.size(0) == 350
 
 
+@pytest.mark.slow
 def test_a_loose_bound_is_no_reason_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     shard = filled()
     failing = Failing(device_memory.new_block, lambda call: call == 0)
@@ -143,6 +144,7 @@ def test_a_loose_bound_is_no_reason_to_refuse(monkeypatch: pytest.MonkeyPatch) -
     assert shard.size(1) == 360
 
 
+@pytest.mark.slow
 def test_out_of_handles(monkeypatch: pytest.MonkeyPatch) -> None:
     shard = filled()
     assert device_memory.MOST_CHUNKS == 1 << 17
@@ -175,6 +177,7 @@ def test_no_room_to_evict_or_clear(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [stats.rows for stats in shard.stats()] == [0, 0]
 
 
+@pytest.mark.slow
 def test_free_lists_grow_all_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     shard = filled()
     with monkeypatch.context() as patch:

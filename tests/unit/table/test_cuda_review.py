@@ -115,6 +115,7 @@ def test_rows_are_not_marked_as_free_without_their_erase(
     assert _versions(shard) == [1] * 30
 
 
+@pytest.mark.slow
 def test_rows_leave_a_cache_that_cannot_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = TableSpec(name="full", segments=SEGMENTS, capacity_rows=240, on_full="lru")
     shard = CudaShard([spec], device=DEVICE, host_rows=HostRows(cache_bytes=1 << 12))

@@ -50,6 +50,7 @@ def values_of(shard: Shard, table: int = 0) -> dict[int, float]:
     return dict(zip(chunk.ids.tolist(), chunk.weights[:, 0].tolist(), strict=True))
 
 
+@pytest.mark.slow
 def test_rows_under_a_ticket_stay_while_others_come_and_go() -> None:
     shard = placed(spec("t", capacity_rows=8, on_full="lru", expiry=Expiry(ttl_s=5)))
     kept = shard.find_or_init(groups_of((0, [1, 2, 1])), ctx=CTX)

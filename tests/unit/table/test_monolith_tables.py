@@ -81,6 +81,7 @@ class TestAdmission:
             one.apply([0, 0, 1], rows(-1.0, -1.0, -1.0))
             near(one.lookup([0, 1]), rows(*expected))
 
+    @pytest.mark.slow
     @interpreted_too
     def test_intercepted_gradients(self, make_shard: ShardFactory) -> None:
         one = table(make_shard, admission=self.RULE)

@@ -228,6 +228,7 @@ def test_a_row_that_a_step_leaves_alone_is_there_once(shard: Shard, nan_policy: 
                 assert int(snapshot.histogram(0, 0)[0]) == 3
 
 
+@pytest.mark.slow
 def test_eight_at_once(shard: Shard) -> None:
     put(shard, range(9), 1.0)
     held = [shard.snapshot() for _ in range(8)]

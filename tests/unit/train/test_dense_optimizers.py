@@ -208,6 +208,7 @@ def run_of(folder: Path, file: Path, epochs: int, **more: Any) -> config.RunConf
     return config.from_mapping({**base, **more})
 
 
+@pytest.mark.slow
 def test_a_run_with_two_optimizers_resumes_evaluates_and_warms_another(tmp_path: Path) -> None:
     draw, file = np.random.default_rng(1), tmp_path / "rows.parquet"
     u, x = draw.integers(0, 9, 96), draw.normal(size=96)

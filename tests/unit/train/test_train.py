@@ -78,6 +78,7 @@ def test_a_run_leaves_its_folder(tmp_path: Path):
     assert "\x1b" not in out
 
 
+@pytest.mark.slow
 def test_metrics_hold_the_model_and_its_baselines(tmp_path: Path):
     result, out = run(tmp_path)
     written = json.loads((result.folder / "metrics.json").read_text())
@@ -138,6 +139,7 @@ def test_the_resolved_config_repeats_the_run(tmp_path: Path):
     assert again.metrics == first.metrics
 
 
+@pytest.mark.slow
 def test_eval_of_the_folder_repeats_the_metrics(tmp_path: Path):
     result, _ = run(tmp_path)
     again = train.evaluate(str(result.folder), console=Console(file=io.StringIO()))
@@ -155,6 +157,7 @@ def test_eval_of_a_config_takes_its_latest_run(tmp_path: Path):
     assert again["deepfm"]["auc"] == pytest.approx(result.metrics["deepfm"]["auc"])
 
 
+@pytest.mark.slow
 def test_predict_writes_a_row_per_example(tmp_path: Path):
     result, _ = run(tmp_path)
     out = tmp_path / "p.parquet"
@@ -166,6 +169,7 @@ def test_predict_writes_a_row_per_example(tmp_path: Path):
     assert mean == pytest.approx(result.metrics["deepfm"]["mean_prediction"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_predict_into_a_folder_that_is_not_there_says_so(tmp_path: Path):
     result, _ = run(tmp_path)
     with pytest.raises(DataError, match="--out"):
@@ -174,12 +178,14 @@ def test_predict_into_a_folder_that_is_not_there_says_so(tmp_path: Path):
         )
 
 
+@pytest.mark.slow
 def test_a_run_that_was_not_saved_cannot_be_judged_again(tmp_path: Path):
     result, _ = run(tmp_path, output={"dir": str(tmp_path), "save_model": False})
     with pytest.raises(CheckpointError, match="save_model"):
         train.evaluate(str(result.folder), console=Console(quiet=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["logistic", "dlrm", "dcn"])
 def test_each_kind_of_model_trains(tmp_path: Path, model: str):
     result, _ = run(tmp_path, model=model)
@@ -198,6 +204,7 @@ def test_accumulated_batches_make_the_step_of_one_large_batch(tmp_path: Path):
         assert few.metrics[name] == pytest.approx(dict(whole.metrics[name]), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("amp", ["bfloat16", "float16"])
 def test_mixed_precision_and_clipping_train(tmp_path: Path, amp: str):
     result, _ = run(tmp_path, amp=amp, clip_norm=1.0)

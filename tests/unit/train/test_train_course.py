@@ -87,6 +87,7 @@ def spoil(folder: Path, rows: list[int]) -> None:
     pq.write_table(table.set_column(2, "x", pa.array(x)), path, row_group_size=100)
 
 
+@pytest.mark.slow
 def test_bad_rows_of_a_run_are_left_out_or_end_it(data: Path):
     bad = [5, 70, 71, 639]
     spoil(data, bad)
@@ -102,6 +103,7 @@ def test_bad_rows_of_a_run_are_left_out_or_end_it(data: Path):
         run(settings(data, data=few))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left", [0, 1, 2])
 def test_a_batch_that_quarantine_leaves_one_row_does_not_end_batch_normalisation(
     left: int, data: Path
@@ -156,6 +158,7 @@ def dense_of(result: train.RunResult) -> bytes:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_evaluations_on_the_way_change_no_bit_of_training(data: Path, staleness: int):
     model = {"kind": "deepfm", "hidden": [4], "dropout": 0.2}
@@ -173,6 +176,7 @@ def test_evaluations_on_the_way_change_no_bit_of_training(data: Path, staleness:
 DIVERGES = {"kind": "sgd", "lr": {"kind": "piecewise", "boundaries": [30], "values": [0.1, 60]}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("metric", ["auc", "log_loss"])
 def test_the_best_checkpoint_stays_and_training_stops_early(data: Path, metric: str):
     made = settings(
@@ -201,6 +205,7 @@ def test_the_best_checkpoint_stays_and_training_stops_early(data: Path, metric: 
     assert result.metrics["deepfm"][metric] != again["deepfm"][metric]
 
 
+@pytest.mark.slow
 def test_a_run_that_resumes_remembers_its_best(data: Path):
     def made(epochs: int) -> config.RunConfig:
         return settings(
@@ -221,6 +226,7 @@ def test_a_run_that_resumes_remembers_its_best(data: Path):
     assert (resumed.folder / "checkpoints" / one["checkpoint"]).is_dir()
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_early_takes_no_step_when_it_resumes(data: Path):
     early = {"every_steps": 5, "early_stop": {"metric": "auc", "patience": 2, "least": 1.0}}
     made = settings(data, eval=early, checkpoint={"keep_best": "auc"})
@@ -233,6 +239,7 @@ def test_a_run_that_stopped_early_takes_no_step_when_it_resumes(data: Path):
     assert (stopped.folder / "best.json").read_text() == best
 
 
+@pytest.mark.slow
 def test_a_run_that_resumes_keeps_a_best_that_its_checkpoint_does_not_know(data: Path):
     """The last model was saved before it was found to be the best; then the run diverges."""
 
@@ -254,6 +261,7 @@ def test_a_run_that_resumes_keeps_a_best_that_its_checkpoint_does_not_know(data:
     assert (part.folder / "checkpoints" / best["checkpoint"]).is_dir()
 
 
+@pytest.mark.slow
 def test_a_run_that_resumes_names_the_best_again(data: Path):
     made = settings(data, eval={"every_steps": 20}, checkpoint={"keep_best": "log_loss"})
     part, _ = run(made)
@@ -263,6 +271,7 @@ def test_a_run_that_resumes_names_the_best_again(data: Path):
     assert (part.folder / "best.json").read_text() == best
 
 
+@pytest.mark.slow
 def test_another_metric_begins_another_record(data: Path):
     def made(epochs: int, metric: str) -> config.RunConfig:
         early = {"metric": metric, "patience": 9}
@@ -314,6 +323,7 @@ EPOCHS = {"kind": "by_epoch", "rate": {"kind": "exponential", "initial": 0.2, "g
 STEPS = {"kind": "piecewise", "boundaries": [20, 40], "values": [0.2, 0.02, 0.002]}
 
 
+@pytest.mark.slow
 def test_rates_by_epoch_are_those_of_its_steps(data: Path):
     found = []
     for lr in (EPOCHS, STEPS):
@@ -372,6 +382,7 @@ def test_deterministic_and_tf32_reach_torch(data: Path, monkeypatch: pytest.Monk
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
+@pytest.mark.slow
 def test_an_average_of_dense_weights_is_what_predicts(data: Path):
     lr = {"kind": "sgd", "lr": 0.5}
     plain, _ = run(settings(data, dense_optimizer=lr))
@@ -389,6 +400,7 @@ def test_an_average_of_dense_weights_is_what_predicts(data: Path):
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_resumes_continues_its_average(data: Path):
     def made(epochs: int, **more: Any) -> config.RunConfig:
         return settings(data, data={"epochs": epochs}, dense_optimizer={"ema": 0.95}, **more)
@@ -433,6 +445,7 @@ class Steps:
         self.seen.append(step)
 
 
+@pytest.mark.slow
 def test_hooks_of_a_run_are_called(data: Path):
     hook = Steps()
     run(settings(data), hooks=[hook, *get_sync_run_hooks()])
