@@ -342,8 +342,11 @@ class InBatchScores(nn.Module):
             negatives: what is known of those that follow the examples'.
         """
         user_BE, item_IE = normalize(user_BE, dim=1), normalize(item_IE, dim=1)
-        size, pairs = len(user_BE), self._pairs
-        if not self.training or (negatives is None and not pairs):
+        pairs = self._pairs
+        if negatives is None and not (self.training and pairs):  # exports take any batch: no len()
+            return (user_BE * item_IE).sum(dim=1) / self._temperature
+        size = len(user_BE)
+        if not self.training:
             return (user_BE * item_IE[:size]).sum(dim=1) / self._temperature
         hard = 0 if negatives is None else negatives.hard_H.numel()
         first, end = 0 if pairs else size, len(item_IE) - hard
@@ -439,10 +442,11 @@ class TwoTower(nn.Module):
         Raises:
             ShapeError: a shape differs.
         """
-        size = len(embeddings_BFD) - (0 if negatives is None else negatives.size)
-        self._inputs.check(dense_B, embeddings_BFD[:size], first_order_BF)
-        user_BFD = embeddings_BFD[:size, self._user]
-        user_BE = self.user(self._inputs.flatten(dense_B, user_BFD))
+        own_BFD = embeddings_BFD
+        if negatives is not None:
+            own_BFD = embeddings_BFD[: len(embeddings_BFD) - negatives.size]
+        self._inputs.check(dense_B, own_BFD, first_order_BF)
+        user_BE = self.user(self._inputs.flatten(dense_B, own_BFD[:, self._user]))
         item_IE = self.item(embeddings_BFD[:, self._item].flatten(1))
         scores: Tensor = self.scores(user_BE, item_IE, ids_B, negatives)
         return scores
