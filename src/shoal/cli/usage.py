@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import sys
 import traceback
@@ -12,7 +11,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, did_you_mean
 
 
 class Exit(IntEnum):
@@ -41,8 +40,8 @@ class AllCommands(TyperGroup):
             command = getattr(getattr(wrong, "ctx", None), "command", None)
             settings = any(one.name == "overrides" for one in getattr(command, "params", ()))
             bare = str(getattr(wrong, "option_name", "")).strip("-")  # dashes make all alike
-            options = {one.strip("-"): one for one in getattr(wrong, "possibilities", None) or ()}
-            near = [options[one] for one in difflib.get_close_matches(bare, options)]
+            options = [one.strip("-") for one in getattr(wrong, "possibilities", None) or ()]
+            near = did_you_mean(bare, options)
             if getattr(wrong, "option_name", None) and settings and not near:
                 wrong.message += ". Settings are KEY=VALUE without dashes: data.batch_size=1024"
             elif command is not None:

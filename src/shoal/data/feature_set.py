@@ -423,7 +423,7 @@ def sequence_group(
         name: NAME.
         features: of one element, such as a click.
         delimiter: between elements of text; None: columns are lists.
-        length: the last so many elements; None: all.
+        length: elements at the end that are kept; None: all.
     """
     made = []
     for spec in features:

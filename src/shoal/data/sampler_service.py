@@ -156,7 +156,7 @@ class SamplerServer:
         self._restarts = restarts
         self._ending = threading.Event()
         host = f"[{host}]" if ":" in host else host
-        self._process, self.address = self._started(f"{host}:0")
+        self.address = self._start(f"{host}:0")
         self._keeper = threading.Thread(target=self._keep, name="shoal-sampler", daemon=True)
         self._keeper.start()
 
@@ -171,7 +171,8 @@ class SamplerServer:
         _end(self._process)
         self._keeper.join()
 
-    def _started(self, address: str) -> tuple[Any, str]:
+    def _start(self, address: str) -> str:
+        """Start a process there; where it listens."""
         process: Any = subprocess.Popen(
             [sys.executable, "-m", "shoal.data.sampler_service"],
             stdin=subprocess.PIPE,
@@ -196,7 +197,7 @@ class SamplerServer:
             _end(process)
             process.wait()
             raise
-        return process, found["address"]
+        return str(found["address"])
 
     def _keep(self) -> None:
         for _ in range(self._restarts):
@@ -206,7 +207,7 @@ class SamplerServer:
             _end(self._process)
             _log.warning("the sampler's server ended (%s); again", self._process.returncode)
             try:
-                self._process, _ = self._started(self.address)
+                self._start(self.address)
             except (ShoalError, OSError) as error:
                 _log.warning("%s", error)
                 self._ending.wait(_AGAIN_S)

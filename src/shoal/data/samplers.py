@@ -258,7 +258,7 @@ class Sampler:
             raise InputError("items to draw negatives of", got, allowed, remedy)
         total, left = self._sums[-1], self._sums[-1] - self._weights[left_out].sum()
         if left < 1e-6 * total or count * total > left * self._weights.size:
-            # Differences lose digits; and so many draws would cost more than to sum what is left.
+            # Differences lose digits; and more draws would cost more than to sum what is left.
             weights = self._weights.copy()
             weights[left_out] = 0.0
             sums = np.cumsum(weights)

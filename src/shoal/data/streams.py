@@ -61,7 +61,7 @@ class Feed(Protocol):
     stopping: threading.Event
     """Set, nothing is waited for any more."""
     size: int | None
-    """Examples that it has; None: it goes on."""
+    """Examples that it has; None: it has no end."""
 
     def start(self, share: RankShare, places: Mapping[str, Place]) -> dict[str, Place]:
         """Begin to read this share of the partitions; returns where each of them begins.
@@ -72,7 +72,7 @@ class Feed(Protocol):
         """
 
     def read(self, most: int, timeout_s: float) -> StreamPart | None:
-        """About `most` examples, or what has come in so many seconds; None: nothing."""
+        """About `most` examples, or what has come within `timeout_s`; None: nothing."""
 
     def nothing(self) -> Source:
         """A source whose rows, of which none are taken, give batches without examples."""
@@ -206,9 +206,7 @@ class StreamLoader:
             came_s = time.monotonic()
             while self._most is None or position < self._most:
                 quota = self._quota(position)
-                if self._gather(quota):
-                    came_s = time.monotonic()
-                if self.feed.lost:
+                if self._gather(quota) or self.feed.lost:
                     came_s = time.monotonic()
                 idle = self._idle_s is not None and time.monotonic() - came_s > self._idle_s
                 ready = min(self._ready(), quota)
@@ -229,8 +227,7 @@ class StreamLoader:
 
     def _quota(self, position: int) -> int:
         """Examples of this rank that fill its part of a batch."""
-        low, high = self.share.of(0, self.batch_size)
-        quota = max(1, high - low)
+        quota = max(1, _part(self.share, self.batch_size))
         return quota if self._most is None else min(quota, self._most - position)
 
     def _ready(self) -> int:
