@@ -1,6 +1,6 @@
 #pragma once
 // Occurrences of ids that have no row yet. Decisions are made once per step, after all of its
-// occurrences were added. Oracle and cell formula: src/shoal/rules/admission.py.
+// occurrences were added. Oracle, with the formula of cells: tests/support/admission_counters.py.
 #include <cstdint>
 #include <utility>
 #include <vector>

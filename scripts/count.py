@@ -74,7 +74,7 @@ COUNTED_AS = {
     PurePosixPath("src/shoal/cli/export.py"): "serve",
     PurePosixPath("src/shoal/cli/start.py"): "door",
     PurePosixPath("src/shoal/cli/usage.py"): "door",
-    PurePosixPath("src/shoal/config/allowed.py"): "door",
+    PurePosixPath("src/shoal/config/type_words.py"): "door",
     PurePosixPath("src/shoal/cli/serve.py"): "serve",
     MONOLITH / "agent_service": "serve",
     MONOLITH / "native_training/distributed_serving_ops.py": "serve",

@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, TypeVar, cast, get_args
 import torch
 from torch import Tensor
 
-from shoal.comm.hang_watch import ALIKE, Calls
+from shoal.comm.mismatched_calls import ALIKE, Calls
 from shoal.errors import (
     CollectiveFailed,
     DTypeError,

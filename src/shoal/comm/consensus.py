@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collectives import Collectives, Pending, ReduceOp, Sizes
-from shoal.comm.hang_watch import ALIKE
+from shoal.comm.mismatched_calls import ALIKE
 from shoal.errors import CheckpointError, CollectiveFailed, ConfigError, InputError, ShoalError
 
 T = TypeVar("T")

@@ -16,8 +16,8 @@ from shoal.comm.backends.shared_memory import SharedMemoryCollectives
 from shoal.comm.backends.torch import TorchCollectives
 from shoal.comm.collectives import Collectives, LocalCollectives, WaitClock
 from shoal.comm.consensus import require_same
-from shoal.comm.hang_watch import Calls, Watchdog
 from shoal.comm.launch_environment import Launch
+from shoal.comm.mismatched_calls import Calls, Watchdog
 from shoal.errors import (
     CollectiveFailed,
     ConfigError,

@@ -20,8 +20,8 @@ from pydantic_core import ErrorDetails
 
 from shoal.comm import consensus
 from shoal.comm.collectives import Collectives
-from shoal.config.allowed import allowed_by, names_of, shown
 from shoal.config.tree import RunConfig
+from shoal.config.type_words import allowed_by, names_of, shown
 from shoal.config.yaml_limits import check_growth, check_override, check_values, read_checked
 from shoal.errors import ConfigError, ShoalError, UnknownName, did_you_mean, unknown_name
 

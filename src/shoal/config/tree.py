@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import core_schema
 
-from shoal.config.allowed import DEVICE, NAME, is_bool_for_number, of_type, with_patterns
+from shoal.config.type_words import DEVICE, NAME, is_bool_for_number, of_type, with_patterns
 from shoal.data.feature_set import (
     ID_RULES,
     ElementWise,
@@ -36,6 +36,7 @@ from shoal.errors import ConfigError, UnknownName, unknown_name
 from shoal.exchange.all_to_all import GradReduce
 from shoal.exchange.wire import WireKind
 from shoal.models import MODELS, DeepFMSettings, ModelSpec, TaskSettings
+from shoal.placement import Sharding
 from shoal.planner.options import constraint_of
 from shoal.rules import compressors, initializers, optimizers, schedules
 from shoal.rules.admission import Admission
@@ -593,11 +594,6 @@ class OutputSettings(Section):
 
     dir: str = "runs"
     save_model: bool = True
-
-
-Sharding = Literal[
-    "row_wise", "table_wise", "column_wise", "table_row_wise", "grid", "data_parallel"
-]
 
 
 def _constraints(value: Any) -> Any:

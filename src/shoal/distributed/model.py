@@ -19,9 +19,9 @@ from shoal.comm.backends.torch import TorchCollectives
 from shoal.comm.collectives import Call, Collectives
 from shoal.comm.consensus import require_same
 from shoal.comm.flags import read_flags
-from shoal.comm.hang_watch import Calls
 from shoal.comm.launch import init
 from shoal.comm.mesh import Mesh, Path
+from shoal.comm.mismatched_calls import Calls
 from shoal.distributed.batch_norm import resting
 from shoal.embedding.collection import EmbeddingCollection
 from shoal.errors import CollectiveFailed, ConfigError, unknown_name

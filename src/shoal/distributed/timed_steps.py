@@ -19,7 +19,7 @@ from shoal.embedding.collection import EmbeddingCollection
 from shoal.embedding.layouts import Feature
 from shoal.exchange.all_to_all import AllToAllExchange
 from shoal.optim import SparseOptimizer
-from shoal.placement import Placement, data_parallel, grid
+from shoal.placement import Placement, Sharding, data_parallel, grid
 from shoal.planner import (
     CostModel,
     TableInput,
@@ -34,7 +34,7 @@ from shoal.planner.topology import Rates
 from shoal.ragged import KeyedRagged
 from shoal.rules.optimizers import Adagrad
 from shoal.table.factory import make_shard
-from shoal.table.hosting import Sharding, hosted_specs
+from shoal.table.hosting import hosted_specs
 from shoal.table.spec import Segment, TableSpec
 
 

@@ -36,7 +36,7 @@ from shoal.exchange.partition import (
     reply_buffers,
     rows_of_groups,
 )
-from shoal.exchange.received import ReceivedRows, RequestPlans
+from shoal.exchange.pooling import ReceivedRows, RequestPlans
 from shoal.exchange.wire import RowBuffer, Wire, send_rows
 from shoal.placement import Placement
 from shoal.table import shard as scalars
@@ -45,7 +45,7 @@ from shoal.table.shard import GradRecord, ReadTicket, Shard, StepContext, Ticket
 from shoal.table.spec import TableSpec
 
 if TYPE_CHECKING:
-    from shoal.exchange.received_cuda import Places
+    from shoal.exchange.pooling_cuda import Places
 
 
 GradReduce = Literal["mean", "sum"]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -145,7 +144,6 @@ def _check_divisor(divisor: int) -> None:
 
 
 _FORMAT = "shoal-placement"
-_WIDE_LOAD = 4  # columns: one load of a row, and one block of random words
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,61 +304,6 @@ class Placement:
             f"all of 0..{self.world_size - 1}",
             "Replicate a table on every rank, or split its rows.",
         )
-
-
-def row_wise(table: str, dim: int, world_size: int) -> tuple[Hosted, ...]:
-    """All columns, rows split over all ranks."""
-    return (Hosted(table, 0, dim, tuple(range(world_size))),)
-
-
-def table_wise(table: str, dim: int, rank: int) -> tuple[Hosted, ...]:
-    """The whole table on one rank."""
-    return (Hosted(table, 0, dim, (rank,)),)
-
-
-def column_wise(table: str, dim: int, ranks: Sequence[int]) -> tuple[Hosted, ...]:
-    """One column slice for each of `ranks`, as even as possible; a rank may occur several times.
-
-    Slices start at multiples of 4 columns if dim is one and each slice gets at least 4.
-
-    Raises:
-        ConfigError: more ranks than columns.
-    """
-    return grid(table, dim, tuple((rank,) for rank in ranks))
-
-
-def table_row_wise(table: str, dim: int, ranks: Sequence[int]) -> tuple[Hosted, ...]:
-    """All columns, rows split over some ranks: those of one node."""
-    return (Hosted(table, 0, dim, tuple(ranks)),)
-
-
-def grid(table: str, dim: int, column_nodes: Sequence[tuple[int, ...]]) -> tuple[Hosted, ...]:
-    """One column slice for each tuple of ranks, over which the slice's rows are split.
-
-    Slices as in `column_wise`.
-
-    Raises:
-        ConfigError: more slices than columns.
-    """
-    count = len(column_nodes)
-    _require(
-        _whole(dim) and 0 < count <= dim,
-        f"column slices of table {table!r}",
-        f"{count} of {dim!r} columns",
-        "at least one, each with one column or more",
-        "Split the table into fewer slices.",
-    )
-    unit = _WIDE_LOAD if dim % _WIDE_LOAD == 0 and dim // _WIDE_LOAD >= count else 1
-    cuts = [-(-k * (dim // unit) // count) * unit for k in range(count + 1)]
-    return tuple(
-        Hosted(table, start, stop, tuple(ranks))
-        for (start, stop), ranks in zip(pairwise(cuts), column_nodes, strict=True)
-    )
-
-
-def data_parallel(table: str, dim: int, world_size: int) -> tuple[Hosted, ...]:
-    """The whole table on every rank."""
-    return (Hosted(table, 0, dim, tuple(range(world_size)), replicated=True),)
 
 
 def owners(hosted: Hosted, hashes_N: Tensor) -> Tensor:

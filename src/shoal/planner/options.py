@@ -9,10 +9,10 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 from shoal.errors import ConfigError, unknown_name
-from shoal.placement import Hosted, column_wise
+from shoal.placement import Hosted, Sharding, column_wise
 from shoal.planner.statistics import TableStatistics, zipf
 from shoal.planner.topology import Topology
-from shoal.table.hosting import Sharding, hosted_spec
+from shoal.table.hosting import hosted_spec
 from shoal.table.spec import RowDType, ServedDType, TableSpec
 
 Tier = Literal["device", "cache", "host"]

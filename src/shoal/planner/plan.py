@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from shoal.errors import ConfigError, unknown_name
-from shoal.placement import Hosted, Placement
+from shoal.placement import Hosted, Placement, Sharding
 from shoal.planner.cost import PHASES
 from shoal.planner.options import Constraint, Tier
-from shoal.table.hosting import Sharding, check_placement
+from shoal.table.hosting import check_placement
 from shoal.table.spec import HostRows, RowDType, TableSpec
 
 _FORMAT = "shoal-plan"

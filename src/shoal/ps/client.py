@@ -22,7 +22,7 @@ from shoal.exchange.partition import (
     partition,
     row_views,
 )
-from shoal.exchange.received import ReceivedRows, RequestPlans
+from shoal.exchange.pooling import ReceivedRows, RequestPlans
 from shoal.exchange.rows_by_id import check_call
 from shoal.exchange.wire import Wire
 from shoal.ps.calls import (

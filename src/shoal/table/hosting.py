@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,27 +15,16 @@ from shoal.placement import (
     BUCKETS,
     Hosted,
     Placement,
-    column_wise,
-    data_parallel,
-    grid,
     hash_ids,
     owners,
     rank_buckets,
-    row_wise,
+    sharded,
     sort_key,
-    table_row_wise,
-    table_wise,
 )
 from shoal.rules.admission import sketch_block
 from shoal.table.shard import Shard
 from shoal.table.spec import Segment, TableSpec
 from shoal.table.values import AdmissionState, Entry, RowChunk, TableStats
-
-Sharding = Literal[
-    "row_wise", "table_wise", "column_wise", "table_row_wise", "grid", "data_parallel"
-]
-
-_WIDE_LOAD = 4  # columns that a planned slice has at least, where the table has them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,7 +148,8 @@ def plan_placement(
     load = [0] * world_size
     hosted: list[Hosted] = []
     for spec in specs:
-        placed = _planned(spec, kinds.get(spec.name, default), nodes, load)
+        kind = kinds.get(spec.name, default)
+        placed = sharded(kind, spec.name, spec.dim, nodes, load)
         for one in placed:
             for rank in one.ranks:
                 load[rank] += _weight(spec, one) // one.shares
@@ -167,30 +157,6 @@ def plan_placement(
     placement = Placement(world_size, tuple(hosted))
     check_placement(specs, placement)
     return placement
-
-
-def _planned(
-    spec: TableSpec, kind: str, nodes: list[tuple[int, ...]], load: list[int]
-) -> tuple[Hosted, ...]:
-    """The slices of one table, on the ranks or nodes that hold least so far."""
-    ranks = sorted(range(len(load)), key=load.__getitem__)
-    near = sorted(nodes, key=lambda node: sum(load[rank] for rank in node) / len(node))
-    slices = max(1, spec.dim // _WIDE_LOAD)
-    match kind:
-        case "row_wise":
-            return row_wise(spec.name, spec.dim, len(load))
-        case "table_wise":
-            return table_wise(spec.name, spec.dim, ranks[0])
-        case "column_wise":
-            return column_wise(spec.name, spec.dim, ranks[:slices])
-        case "table_row_wise":
-            return table_row_wise(spec.name, spec.dim, near[0])
-        case "grid":
-            return grid(spec.name, spec.dim, near[:slices])
-        case "data_parallel":
-            return data_parallel(spec.name, spec.dim, len(load))
-    what = f"sharding type of table {spec.name!r}"
-    raise _refused(what, repr(kind), ", ".join(get_args(Sharding)), "Name one of them.")
 
 
 def _nodes(world_size: int, local_world_size: int | None) -> list[tuple[int, ...]]:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 
@@ -24,11 +20,7 @@ from shoal.data import RankShare
 from shoal.distributed.model import lost_in_backward
 from shoal.errors import CollectiveFailed, ShoalError
 from shoal.table.factory import resolve_device
-
-_PATIENCE_S = 3.0
-_POLL_S = 0.05
-_LAST_READERS_S = 0.3
-_ENDING = "shoal/run/ending/{}"
+from shoal.train.rank_failure import RankFailures
 
 
 class Ranks:
@@ -48,10 +40,7 @@ class Ranks:
         self.control: Collectives = LocalCollectives() if mesh is None else mesh.control
         self.waiting: WaitClock | None = None if mesh is None else mesh.time_waits()
         self.step: Callable[[], int] = lambda: 0
-        if mesh is not None:
-            # A store of its own connection: another call that waits does not keep this one waiting.
-            store = dist.distributed_c10d._get_default_store()
-            self._store: Any = store.clone() if hasattr(store, "clone") else store
+        self._failures = None if mesh is None else RankFailures(mesh)
 
     @property
     def many(self) -> bool:
@@ -103,47 +92,18 @@ class Ranks:
         try:
             yield
         except ShoalError as error:
-            if self.mesh is None:
+            if self._failures is None:
                 raise
             # Errors with further `args` keep their kind, not their parts: the text has them.
-            raise type(error)(self._ended(error, self.mesh)) from error
+            raise type(error)(self._failures.ended_by(error, self.step())) from error
         except Exception as error:
-            if self.mesh is None:
+            if self._failures is None:
                 raise
             lost = lost_in_backward(error)
-            ended = self._ended(error if lost is None else lost, self.mesh)
+            ended = self._failures.ended_by(error if lost is None else lost, self.step())
             if lost is None:
                 raise
             raise CollectiveFailed(ended) from error
-
-    def _ended(self, error: Exception, mesh: Mesh) -> str:
-        """Report to the others why this rank ends, and return that with their causes."""
-        kind = "" if isinstance(error, ShoalError) else f"{type(error).__name__}: "
-        own = f"rank {self.rank} of {self.world_size}, step {self.step()}: {kind}{error}"
-        # A store that is gone with the rank that kept it is no further error.
-        with contextlib.suppress(RuntimeError):
-            # Absence of other ranks is no cause of its own.
-            ending = [own, not isinstance(error, CollectiveFailed)]
-            self._store.set(_ENDING.format(self.rank), json.dumps(ending))
-        mesh.abandon()
-        every = self._endings()
-        return "\n".join(
-            [own, *(text for rank, (text, cause) in every.items() if cause and rank != self.rank)]
-        )
-
-    def _endings(self) -> dict[int, tuple[str, bool]]:
-        """(error, whether it is a cause) by rank, once all ranks have written theirs or soon."""
-        until = time.monotonic() + _PATIENCE_S
-        found: dict[int, tuple[str, bool]] = {}
-        with contextlib.suppress(RuntimeError, ValueError):
-            while len(found) < self.world_size and time.monotonic() < until:
-                for rank in range(self.world_size):
-                    if rank not in found and self._store.check([_ENDING.format(rank)]):
-                        found[rank] = json.loads(self._store.get(_ENDING.format(rank)))
-                time.sleep(_POLL_S)
-        if self.leads:
-            time.sleep(_LAST_READERS_S)  # this rank may be the one that keeps the store
-        return found
 
 
 ALONE = Ranks(None)

@@ -22,7 +22,7 @@ from shoal.comm.collectives import (
     Sizes,
     after,
 )
-from shoal.comm.hang_watch import Calls
+from shoal.comm.mismatched_calls import Calls
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 _HALF = (torch.float16, torch.bfloat16)  # MPI has no such types

@@ -31,7 +31,7 @@ from shoal.comm.collectives import (
     Sizes,
     after,
 )
-from shoal.comm.hang_watch import ALIKE, Calls
+from shoal.comm.mismatched_calls import ALIKE, Calls
 from shoal.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from shoal.comm.collectives import (
     Sizes,
     after,
 )
-from shoal.comm.hang_watch import Calls
+from shoal.comm.mismatched_calls import Calls
 from shoal.errors import CollectiveFailed
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

@@ -13,8 +13,8 @@ from shoal.embedding.combiners import FirstN, ReduceMean
 from shoal.embedding.layouts import Feature, Layout, LayoutSlice, compile_layouts, default_layouts
 from shoal.exchange.all_to_all import AllToAllExchange
 from shoal.exchange.local import Exchange, LocalExchange, Request
-from shoal.exchange.received import ReceivedRows
-from shoal.exchange.received_plan import HostedColumns
+from shoal.exchange.pooling import ReceivedRows
+from shoal.exchange.pooling_plan import HostedColumns
 from shoal.lookup import Output, Pool, PoolPlan, Slice
 from shoal.ops.dispatch import bounds_checks, forced
 from shoal.ragged import KeyedRagged

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.exchange.partition import SendPlan
-from shoal.exchange.received_plan import FeatureBlock, HostedColumns, OutputsLayout, compile_plan
+from shoal.exchange.pooling_plan import FeatureBlock, HostedColumns, OutputsLayout, compile_plan
 from shoal.kernels.launch import sent
 from shoal.lookup import PoolPlan
 from shoal.ops import (
@@ -25,7 +25,7 @@ from shoal.ops.reference import layout as reference
 from shoal.ragged import KeyedRagged
 
 if TYPE_CHECKING:
-    from shoal.exchange.received_cuda import DenseRows, Places
+    from shoal.exchange.pooling_cuda import DenseRows, Places
 
 
 _SIZES_KEPT = _PLANS_KEPT = 64
@@ -205,7 +205,7 @@ class ReceivedRows:
         found = self._dense.get(device)
         if found is None:
             # Imported here only: it needs Triton, which a CPU does without.
-            kernels = importlib.import_module("shoal.exchange.received_cuda")
+            kernels = importlib.import_module("shoal.exchange.pooling_cuda")
             dim, real = self._hosted[0].width, self._reals[0]
             made = kernels.DenseRows(self._plan, self._tables, dim, real, device)
             found = self._dense.setdefault(device, made)

@@ -8,14 +8,14 @@ from collections.abc import Callable
 import pytest
 from torch.distributed import HashStore
 
-from shoal.comm import hang_watch
-from shoal.comm.hang_watch import Calls, Watchdog
+from shoal.comm import mismatched_calls
+from shoal.comm.mismatched_calls import Calls, Watchdog
 
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_PATIENCE_S", "_LOOK_S", "_LINGER_S"):
-        monkeypatch.setattr(hang_watch, name, 0.0)
+        monkeypatch.setattr(mismatched_calls, name, 0.0)
 
 
 class Job:
