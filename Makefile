@@ -76,13 +76,20 @@ test-tfserving:
 	.venv-tfserving/bin/pip --disable-pip-version-check -q install --no-build-isolation '.[test,serve]' tensorflow-serving-api
 	.venv-tfserving/bin/python -m pytest -rs tests/e2e/test_serve_tfserving.py
 
-# On a GPU machine with its own torch and Triton; needs nothing else, pytest's timeouts neither.
+# On a GPU machine with its own torch and Triton; needs nothing else, pytest's timeouts neither. Where
+# pytest-xdist is, several processes: most of the time goes into kernels that are compiled, once a
+# machine, on one core each. What fails, and what takes long, is named at once. GPU_SHARE=1: all cases.
+GPU_PROCESSES ?= 14
+GPU_SHARE ?= 2
+GPU_DIST_PROCESSES ?= 3
+GPU_PYTEST = TEST_SHARE=$(GPU_SHARE) TEST_PROGRESS=1 OMP_NUM_THREADS=1 $(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark -o addopts= -rfE --tb=short --durations=25 -W ignore::pytest.PytestConfigWarning
+XDIST = $$($(PYTHON) -c 'import xdist' 2>/dev/null && echo "-n $(1) --dist $(2)")
 test-gpu:
-	$(PYTHON) -m pytest -p no:cacheprovider -o addopts=-q -W ignore::pytest.PytestConfigWarning -m gpu tests
+	$(GPU_PYTEST) $(call XDIST,$(GPU_PROCESSES),worksteal) -m gpu tests
 
-# Several ranks over NCCL, on a machine with two GPUs or more.
+# Several ranks over NCCL, on a machine with two GPUs or more; ranks of a file are started once.
 test-gpu-dist:
-	$(PYTHON) -m pytest -p no:cacheprovider -o addopts=-q -W ignore::pytest.PytestConfigWarning -m gpu tests/dist
+	$(GPU_PYTEST) $(call XDIST,$(GPU_DIST_PROCESSES),loadfile) -m gpu tests/dist
 
 # The core's own tests under the thread sanitizer.
 tsan:

@@ -1,7 +1,8 @@
 """Before any test is imported: how kernels run, which asserts explain themselves, what is here.
 
 `make test-gpu` runs on a machine with its own torch and little else; test files whose imports it
-lacks are left out there, and the end of the run says which.
+lacks are left out there, and the end of the run says which. A run that is ended before its summary
+has named what failed, and what was slow, by then.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import ast
 import importlib
 import importlib.util
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,8 +37,10 @@ if not torch.cuda.is_available():
 TESTS = Path(__file__).parent
 # Packages that tests, or what they test, may do without on a GPU machine.
 OPTIONAL = (
-    "fsspec", "google", "grpc", "httpx", "hydra", "hypothesis", "omegaconf", "prometheus_client",
-    "pyarrow", "pydantic", "rich", "starlette", "tritonclient", "typer", "uvicorn",
+    "confluent_kafka", "fastapi", "fsspec", "google", "grpc", "httpx", "hydra", "hypothesis",
+    "kazoo", "mpi4py", "omegaconf", "prometheus_client", "pyarrow", "pydantic", "rich",
+    "schemathesis", "scipy", "simpleeval", "starlette", "tensorboard", "tritonclient", "typer",
+    "uvicorn", "zmq",
 )  # fmt: skip
 LACKING = [name for name in OPTIONAL if importlib.util.find_spec(name) is None]
 
@@ -61,12 +65,14 @@ def missing(module: str) -> str:
 
 
 def left_out() -> dict[str, str]:
-    """Test files that cannot be loaded here, and what they want."""
+    """Test files that cannot be loaded here, or folders by their fixtures, and what they want."""
     if not LACKING:
         return {}
+    paths = {path: path for path in sorted(TESTS.rglob("test_*.py"))}
+    paths |= {path: path.parent for path in TESTS.rglob("*/conftest.py")}
     wants = {
-        str(path.relative_to(TESTS)): next(filter(None, map(missing, imported_by(path))), "")
-        for path in sorted(TESTS.rglob("test_*.py"))
+        str(shown.relative_to(TESTS)): next(filter(None, map(missing, imported_by(path))), "")
+        for path, shown in paths.items()
     }
     return {path: want for path, want in wants.items() if want}
 
@@ -83,6 +89,8 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 def pytest_configure(config: pytest.Config) -> None:
     for marker in ("timeout(seconds): of pytest-timeout", "xdist_group(name): of pytest-xdist"):
         config.addinivalue_line("markers", marker)
+    if os.environ.get("TEST_PROGRESS") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Progress(config))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -90,6 +98,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+class Progress:
+    """Names tests that fail or take long as they do: a run that is ended has no summary."""
+
+    LONG_S = 20.0
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.began_s = time.monotonic()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed or report.duration >= self.LONG_S:
+            self.say(report, f"{report.outcome} in {report.duration:.0f} s of {report.when}")
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.say(report, "not collected")
+
+    def say(self, report: pytest.TestReport | pytest.CollectReport, what: str) -> None:
+        terminal = self.config.pluginmanager.getplugin("terminalreporter")
+        after_s = time.monotonic() - self.began_s
+        terminal.write_line(f"\n[{after_s:.0f} s] {report.nodeid}: {what}")
+        if report.failed:
+            terminal.write_line("\n".join(report.longreprtext.splitlines()[-12:]))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

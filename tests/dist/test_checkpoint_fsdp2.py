@@ -98,9 +98,9 @@ def go_on(folder: str, device: str) -> list[float]:
 def test_losses_after_a_resume(tmp_path: Path, device: str, savers: int, others: int) -> None:
     """The same bits on as many ranks, the same numbers on others."""
     folder, limit_s = str(tmp_path), LIMIT_S[device]
-    want = run_ranks(savers, save_on, folder, device, timeout_s=limit_s)
+    want = run_ranks(savers, save_on, folder, device, timeout_s=limit_s, reuse=True)
     assert len(set(want[0])) == AFTER
-    assert run_ranks(savers, go_on, folder, device, timeout_s=limit_s) == want
-    found = run_ranks(others, go_on, folder, device, timeout_s=limit_s)
+    assert run_ranks(savers, go_on, folder, device, timeout_s=limit_s, reuse=True) == want
+    found = run_ranks(others, go_on, folder, device, timeout_s=limit_s, reuse=True)
     sums = [[sum(parts) for parts in zip(*by_rank, strict=True)] for by_rank in (found, want)]
     assert sums[0] == pytest.approx(sums[1], rel=1e-9)

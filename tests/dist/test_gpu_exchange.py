@@ -24,6 +24,6 @@ def test_same_as_one_process(world_size: int) -> None:
     if world_size > GPUS:
         pytest.skip(f"needs {world_size} GPUs, {GPUS} here")
     cases = CASES if world_size == 2 else CASES[::3]
-    by_rank = run_ranks(world_size, rank_runs, cases, "cuda", timeout_s=540)
+    by_rank = run_ranks(world_size, rank_runs, cases, "cuda", timeout_s=540, reuse=True)
     for case, *outcomes in zip(cases, *by_rank, strict=True):
         same_as_local(case, outcomes, 1e-6)

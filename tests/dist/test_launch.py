@@ -247,7 +247,7 @@ def on_cards() -> dict[str, Any]:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")
 def test_two_ranks_on_two_cards() -> None:
-    for rank, told in enumerate(run_ranks(2, on_cards, timeout_s=180)):
+    for rank, told in enumerate(run_ranks(2, on_cards, timeout_s=180, reuse=True)):
         assert told["device"] == f"cuda:{rank}"
         assert told["backend"] == "nccl"
         assert told["sums"] == [2.0] * 6

@@ -40,7 +40,7 @@ def all_checks() -> None:
 def test_all_collectives(world_size: int) -> None:
     if world_size > GPUS:
         pytest.skip(f"needs {world_size} GPUs, {GPUS} here")
-    run_ranks(world_size, all_checks, timeout_s=120)
+    run_ranks(world_size, all_checks, timeout_s=120, reuse=True)
 
 
 def on_another_stream() -> list[float]:
@@ -65,7 +65,7 @@ def on_another_stream() -> list[float]:
 
 
 def test_buffers_outlive_other_streams() -> None:
-    assert run_ranks(2, on_another_stream, timeout_s=120) == [[3.0] * 20] * 2
+    assert run_ranks(2, on_another_stream, timeout_s=120, reuse=True) == [[3.0] * 20] * 2
 
 
 def late() -> str:

@@ -159,7 +159,7 @@ def on_gpus(runs: Sequence[Run]) -> list[Any]:
 def test_two_gpus_equal_one_process() -> None:
     settings = {"evict_every_s": 20}
     runs: list[Run] = [(case, (12, 7), settings) for case in ("plain", "admission and expiry")]
-    outcomes = run_ranks(2, on_gpus, runs, timeout_s=420)
+    outcomes = run_ranks(2, on_gpus, runs, timeout_s=420, reuse=True)
     for i, (case, counts, _) in enumerate(runs):
         made = toy(TABLES[case])
         check([parts[i] for parts in outcomes], made, plain_losses(made, whole(counts), **settings))

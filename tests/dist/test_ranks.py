@@ -25,6 +25,20 @@ def sleeps() -> None:
     time.sleep(60)
 
 
+def process() -> tuple[int, str | None]:
+    return os.getpid(), os.environ.get("ONCE")
+
+
+def test_ranks_are_reused_while_all_are_well() -> None:
+    first = run_ranks(2, process, environ={"ONCE": "x"}, reuse=True)
+    again = run_ranks(2, process, reuse=True)
+    assert [pid for pid, _ in again] == [pid for pid, _ in first]
+    assert [once for _, once in first + again] == ["x", "x", None, None]
+    with pytest.raises(RankFailure, match="no luck"):
+        run_ranks(2, fails_on_one, reuse=True)
+    assert not {pid for pid, _ in run_ranks(2, process, reuse=True)} & {pid for pid, _ in first}
+
+
 def test_results_by_rank() -> None:
     assert run_ranks(2, who, 7) == [(0, 2, 7), (1, 2, 7)]
 

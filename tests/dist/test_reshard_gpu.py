@@ -29,6 +29,7 @@ from support.resharding import (
     save_all,
 )
 from support.saved_jobs import FEW, KINDS, MANY, SPECS, Home, Job, Sizes, row_bytes
+from support.shares import SHARE
 
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
@@ -36,8 +37,8 @@ if not ON_GPU:
 
 pytestmark = [*([pytest.mark.multiproc] + ([pytest.mark.gpu] if ON_GPU else [])), pytest.mark.slow]
 
-SAVERS = (1, 2, 4)
-LOADERS = (1, 2, 3, 4)
+SAVERS = (1, 2, 4)[::-SHARE]
+LOADERS = (1, 2, 3, 4)[::-SHARE]
 HOMES: tuple[Home, ...] = ("cuda", "tiered")
 LONG_S = TIMEOUT_S + 60  # a rank that is late is told by the others
 Stores = dict[Home, dict[int, list[Path]]]

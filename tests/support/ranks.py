@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,15 @@ class RankFailure(AssertionError):
 
 @dataclass
 class Ranks:
-    """Running ranks: `processes[r]` may be killed; `finish` gathers."""
+    """Running ranks: `processes[r]` may be killed; `finish` gathers.
+
+    Those whose work is not their last go on if all of them are well.
+    """
 
     processes: list[Any]
     pipes: list[Connection]
     deadline: float
+    last: bool
 
     def outcomes(self) -> dict[int, tuple[bool, Any]]:
         """For each rank (True, result) or (False, traceback or reason); kills what hangs."""
@@ -47,12 +51,16 @@ class Ranks:
             for rank in [rank for rank, pipe in open_pipes.items() if pipe in ready]:
                 try:
                     found[rank] = pickle.loads(open_pipes[rank].recv_bytes())
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     self.processes[rank].join(5)
                     found[rank] = (False, f"died with {self.processes[rank].exitcode}")
                 del open_pipes[rank]
         for rank in open_pipes:
             found[rank] = (False, "hung")
+        if not self.last and all(good for good, _ in found.values()):
+            return found
+        for pipe in self.pipes:
+            pipe.close()
         for process in self.processes:
             process.join(0 if open_pipes else 10)
             if process.is_alive():
@@ -86,21 +94,7 @@ def start_ranks(
     MASTER_ADDR, MASTER_PORT) and one thread. `function` is found by name: define it at the top of
     a module. `environ` adds variables for all ranks.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "shoal"])
-    port = free_port()
-    processes, pipes = [], []
-    for rank in range(world_size):
-        ours, theirs = context.Pipe(duplex=False)
-        variables = {**launcher_variables(rank, world_size, port), **(environ or {})}
-        process = context.Process(
-            target=_work, args=(theirs, variables, sys.path[:], function, args), daemon=True
-        )
-        process.start()
-        theirs.close()
-        processes.append(process)
-        pipes.append(ours)
-    return Ranks(processes, pipes, time.monotonic() + timeout_s)
+    return _give(_processes(world_size), (function, args), timeout_s, environ, last=True)
 
 
 def run_ranks(
@@ -109,13 +103,54 @@ def run_ranks(
     *args: Any,
     timeout_s: float = 60,
     environ: Mapping[str, str] | None = None,
+    reuse: bool = False,
 ) -> list[Any]:
     """Results of `function(*args)` on each rank, as `start_ranks` starts them.
+
+    Args:
+        reuse: take the processes that an earlier call left, with their devices and compiled
+            kernels, and leave them to the next; `function` ends the groups that it starts.
 
     Raises:
         RankFailure: a rank raised, died or hung.
     """
-    return start_ranks(world_size, function, *args, timeout_s=timeout_s, environ=environ).finish()
+    if not reuse:
+        return start_ranks(
+            world_size, function, *args, timeout_s=timeout_s, environ=environ
+        ).finish()
+    ranks = _IDLE.pop(world_size, None) or _processes(world_size)
+    results = _give(ranks, (function, args), timeout_s, environ, last=False).finish()
+    _IDLE[world_size] = ranks
+    return results
+
+
+_IDLE: dict[int, Ranks] = {}  # by world size; they end with this process
+
+
+def _processes(world_size: int) -> Ranks:
+    """Ranks without work."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "shoal"])
+    processes, pipes = [], []
+    for _ in range(world_size):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_work, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes.append(ours)
+    return Ranks(processes, pipes, 0.0, last=False)
+
+
+def _give(
+    ranks: Ranks, work: Any, timeout_s: float, environ: Mapping[str, str] | None, *, last: bool
+) -> Ranks:
+    """Send all ranks the same work, after which the last end."""
+    port, size = free_port(), len(ranks.processes)
+    for rank, pipe in enumerate(ranks.pipes):
+        variables = {**launcher_variables(rank, size, port), **(environ or {})}
+        pipe.send_bytes(pickle.dumps((variables, sys.path[:], last, pickle.dumps(work))))
+    return replace(ranks, deadline=time.monotonic() + timeout_s, last=last)
 
 
 def launcher_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -141,24 +176,33 @@ def free_port() -> int:
             return port
 
 
-def _work(
-    pipe: Connection,
-    variables: Mapping[str, str],
-    path: list[str],
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
+def _work(pipe: Connection) -> None:
+    """Do what comes, until something fails, the last is done or nobody is there."""
     import torch
 
-    os.environ.update(variables)
-    sys.path[:] = path
     torch.set_num_threads(1)
-    try:
-        outcome: tuple[bool, Any] = (True, function(*args))
-    except BaseException:  # noqa: BLE001 - sent to the parent
-        outcome = (False, traceback.format_exc())
-    pipe.send_bytes(pickle.dumps(outcome))
+    environ = dict(os.environ)
+    good = last = True
+    with contextlib.suppress(EOFError):
+        while True:
+            variables, path, last, work = pickle.loads(pipe.recv_bytes())
+            os.environ.clear()
+            os.environ.update({**environ, **variables})
+            sys.path[:] = path
+            outcome = _outcome(work)
+            pipe.send_bytes(pickle.dumps(outcome))
+            good = outcome[0]
+            if last or not good:
+                break
     pipe.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0 if outcome[0] else 1)
+    os._exit(0 if good else 1)
+
+
+def _outcome(work: bytes) -> tuple[bool, Any]:
+    try:
+        function, args = pickle.loads(work)
+        return True, function(*args)
+    except BaseException:  # noqa: BLE001 - sent to the parent
+        return False, traceback.format_exc()
