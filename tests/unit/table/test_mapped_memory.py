@@ -211,6 +211,7 @@ def test_a_gpu_s_rows_lie_in_mapped_memory() -> None:
         assert own.used >= int(found.rows_room_K[0]) * (16 + 16 + 20)
     own._settle()
     assert own.bytes_mapped >= own.used + (16 << 20)
+    assert mapped.mapped_bytes(device) >= own.bytes_mapped
     assert torch.cuda.memory_allocated() - before < own.used // 2
     free = torch.cuda.mem_get_info()[0]
     mapped_bytes = own.bytes_mapped

@@ -141,7 +141,20 @@ def row_memory(device: torch.device) -> RowMemory | None:
     if device.type != "cuda" or device.index is None:
         return None
     mapper = CudaMapper.of(device.index)
-    return None if mapper is None else RowMemory(mapper, torch.cuda.mem_get_info(device)[1])
+    if mapper is None:
+        return None
+    made = RowMemory(mapper, torch.cuda.mem_get_info(device)[1])
+    _MADE.setdefault(device.index, weakref.WeakSet()).add(made)
+    return made
+
+
+_MADE: dict[int, weakref.WeakSet[RowMemory]] = {}
+
+
+def mapped_bytes(device: torch.device) -> int:
+    """Bytes of a device that rows of this process's tables have, which torch does not count."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return sum(made.bytes_mapped for made in _MADE.get(index, ()))
 
 
 def _no_memory(size: int) -> torch.OutOfMemoryError:

@@ -173,14 +173,16 @@ def new_block(
     if host is not None:
         parts = [host.take(size) for size in sizes[:2]]
         parts.append(torch.empty(sizes[2], dtype=torch.uint8, device=device))
-        return ChunkBlock(rows, *(part.data_ptr() for part in parts), tuple(parts))
+        weights, state, metadata = (part.data_ptr() for part in parts)
+        return ChunkBlock(rows, weights, state, metadata, tuple(parts))
+    owned: tuple[Tensor, ...] = ()
     if own is not None:
-        start, owned = own.take(sum(sizes)), ()
+        weights = own.take(sum(sizes))
     else:
-        whole = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        start, owned = whole.data_ptr(), (whole,)
-    state = start + sizes[0]
-    return ChunkBlock(rows, start, state, state + sizes[1], owned)
+        owned = (torch.empty(sum(sizes), dtype=torch.uint8, device=device),)
+        weights = owned[0].data_ptr()
+    state = weights + sizes[0]
+    return ChunkBlock(rows, weights, state, state + sizes[1], owned)
 
 
 def chunk_columns(
@@ -301,7 +303,7 @@ class DeviceMemory:
         self._given_K: Counts = np.minimum(np.array(limits, dtype=np.int64), _NO_LIMIT)
         self._limits_K: Counts = self._given_K
         self._lines_KT = np.zeros((len(specs), TABLE_WORDS), dtype=np.int64)
-        self._columns_WC = np.zeros((CHUNK_WORDS, 64), dtype=np.int64)
+        self._columns_WC: Counts = np.zeros((CHUNK_WORDS, 64), dtype=np.int64)
         self._chunks = 0
         for k, spec in enumerate(specs):
             form, line = forms[form_of[k]], self._lines_KT[k]
