@@ -109,10 +109,10 @@ class Clock:
         held = self._held(run, numbers, 2 * median(host) + 0.2)
         return Times(steps=[step() for step in steps], held=held, wall=wall, host=host, alone=alone)
 
-    @staticmethod
-    def calls(repeats: int) -> int:
+    def calls(self, repeats: int) -> int:
         """Calls that `measure` makes."""
-        return WARMUP + repeats + 2 * _few(repeats) + HELD_WARMUP
+        held = HELD_WARMUP + _few(repeats) if self.cuda else 0
+        return WARMUP + repeats + _few(repeats) + held
 
     def once(self, run: Callable[[int], object], number: int) -> float:
         """Milliseconds of one call by the clock, the device idle before and after."""
@@ -152,8 +152,6 @@ class Clock:
     ) -> list[float]:
         """Milliseconds of the device of each call, launched while a kernel held the device."""
         if not self.cuda:
-            for number in numbers:
-                run(number)
             return []
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()

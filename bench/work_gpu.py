@@ -86,7 +86,7 @@ def insert(*, scale: Scale) -> dict[str, Measured]:
     n = scale.call_ids
     found = {}
     for dim in INSERT_DIMS:
-        total = Clock.calls(scale.repeats)
+        total = clock.calls(scale.repeats)
         shard = make_shard(scale, (table(dim, total * n),))
         calls = [
             groups(scrambled(torch.arange(i * n, (i + 1) * n, device=scale.device)))

@@ -28,7 +28,7 @@ def budget(*, scale: Scale) -> dict[str, Measured]:
     dim, n = 64, scale.call_ids
     clock = Clock(scale.device, scale.copy_bytes)
     hot, new = n, max(n // FRESH_PART, 1)
-    calls = Clock.calls(scale.repeats)
+    calls = clock.calls(scale.repeats)
     rows = hot + calls * new + 3 * n
     spec = table(dim, rows, "Adagrad", capacity_rows=rows, on_full="lru")
     shard = make_shard(scale, (spec,))

@@ -76,13 +76,14 @@ def test_the_plan_is_the_same_at_every_scale() -> None:
 @pytest.mark.slow
 def test_a_clock_numbers_its_calls() -> None:
     seen: list[int] = []
-    times = clock_gpu.Clock("cpu", 1 << 16).measure(seen.append, 6)
-    assert seen == list(range(clock_gpu.Clock.calls(6)))
+    clock = clock_gpu.Clock("cpu", 1 << 16)
+    times = clock.measure(seen.append, 6)
+    assert seen == list(range(clock.calls(6)))
     assert (len(times.steps), len(times.host), len(times.alone)) == (6, 2, 2)
     assert times.device_ms is None and times.note("more").startswith("more; 6 calls: ")
     row = harness.as_row(harness.Case(name="a", unit="ms", peer="p"), times.row(times.ms))
     assert (row["ours"], row["device_ms"], row["host_ms"]) == (times.ms, None, times.host_ms)
-    assert clock_gpu.Clock("cpu", 1 << 16).copy_bytes_per_s() > 0
+    assert clock.copy_bytes_per_s() > 0
 
 
 @pytest.mark.gpu
