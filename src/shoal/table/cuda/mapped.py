@@ -140,10 +140,11 @@ def row_memory(device: torch.device) -> RowMemory | None:
     """Mapped memory of a device; None where its driver cannot map: torch's allocator serves."""
     if device.type != "cuda" or device.index is None:
         return None
+    most = torch.cuda.mem_get_info(device)[1]  # initialises the driver, too
     mapper = CudaMapper.of(device.index)
     if mapper is None:
         return None
-    made = RowMemory(mapper, torch.cuda.mem_get_info(device)[1])
+    made = RowMemory(mapper, most)
     _MADE.setdefault(device.index, weakref.WeakSet()).add(made)
     return made
 
@@ -213,8 +214,9 @@ class CudaMapper:
         except OSError:
             return None
         device, maps = ctypes.c_int(), ctypes.c_int()
-        driver.cuDeviceGet(ctypes.byref(device), ctypes.c_int(index))
-        driver.cuDeviceGetAttribute(ctypes.byref(maps), ctypes.c_int(_MAPS), device)
+        cls._check("cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), ctypes.c_int(index)))
+        asked = driver.cuDeviceGetAttribute(ctypes.byref(maps), ctypes.c_int(_MAPS), device)
+        cls._check("cuDeviceGetAttribute", asked)
         return cls(index, driver) if maps.value else None
 
     @property
