@@ -8,6 +8,7 @@ import pickle
 import signal
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -191,6 +192,11 @@ def on_rank(mesh: Mesh) -> dict[str, Any]:
         "idle norm": idle_norm(wrap(pretrained(norm=True))),
         "refusals": refusals(mesh),
     }
+    made = torch.compile
+    with patch.object(torch, "compile", lambda part, mode: made(part, backend="aot_eager")):
+        for dense in ("ddp", "fsdp2"):
+            model = wrap(SpreadModel(specs()), dense=dense, compile=True)
+            found[f"compiled {dense}"] = train(model, rank, world_size, data, clip=True)
     for shared in (True, False):
         model = wrap(TwoCollections(shared=shared), placement=KINDS)
         found[f"two {shared}"] = train(model, rank, world_size, data)
@@ -221,8 +227,11 @@ def test_rows_that_exist_move_to_their_owners(found: dict[str, list[Any]]) -> No
 
 
 @pytest.mark.slow
-def test_a_dense_part_that_fsdp2_splits(found: dict[str, list[Any]]) -> None:
-    check_equal(found["fsdp2"], train(SpreadModel(specs()), 0, 1, batches(3), clip=True))
+@pytest.mark.parametrize("how", ["fsdp2", "compiled ddp", "compiled fsdp2"])
+def test_a_dense_part_that_fsdp2_splits_or_that_is_compiled(
+    found: dict[str, list[Any]], how: str
+) -> None:
+    check_equal(found[how], train(SpreadModel(specs()), 0, 1, batches(3), clip=True))
 
 
 @pytest.mark.slow
