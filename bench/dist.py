@@ -238,7 +238,7 @@ def _device_job(quick: bool) -> Job:
             how: _flights(1, epochs, "device=cuda", how)
             for how in ("compile=true", "compile=reduce-overhead", "compile=false")
         }
-        some = f"data.epochs={1 if quick else 3}"
+        some = f"data.epochs={1 if quick else 2}"
         threads = sorted({1, min(8, os.cpu_count() or 1)})
         cpu = {count: _flights(1, some, f"threads={count}") for count in threads}
         shown = {**gpu, **{f"cpu, {count} threads": speed for count, speed in cpu.items()}}

@@ -177,14 +177,15 @@ class TensorSource:
         for part in self._runs:
             if isinstance(part, Ragged):
                 at_N, lengths_B = places_of(part, rows)
-                values.append(part.values.numpy()[at_N])
+                # `take` needs half the time of an index.
+                values.append(part.values.numpy().take(at_N))
                 lengths.append(lengths_B)
-                weights.append(self._weights_at(part, at_N))
             else:
-                picked_FB = part[:, rows]
-                values.append(picked_FB.reshape(-1))
-                lengths.append(np.ones(picked_FB.size, dtype=np.int64))
-                weights.append(np.ones(picked_FB.size, dtype=np.float32))
+                at_N = values_N = part.take(rows, axis=0).T.reshape(-1)
+                values.append(values_N)
+                lengths.append(np.ones(values_N.size, dtype=np.int64))
+            if self._id_weights:
+                weights.append(self._weights_at(part, at_N))
         offsets = np.zeros(len(self._features) * rows.size + 1, dtype=np.int64)
         np.cumsum(np.concatenate(lengths), out=offsets[1:])
         times_B = self._times.numpy()[rows]
@@ -205,11 +206,11 @@ class TensorSource:
             rates=_maybe_rows(self._rates, rows),
         )
 
-    def _weights_at(self, part: Ragged, at_N: _Array) -> _Array:
+    def _weights_at(self, part: Ragged | _Array, at_N: _Array) -> _Array:
         for name, own in self._id_weights.items():
             if self._ids[name] is part:
                 return own.numpy()[at_N]
-        return np.ones(at_N.size if self._id_weights else 0, dtype=np.float32)
+        return np.ones(at_N.size, dtype=np.float32)
 
     def _check_id_weights(self) -> None:
         for name, own in self._id_weights.items():
@@ -274,19 +275,19 @@ def join(parts: Sequence[TensorSource]) -> TensorSource:
 
 
 def _runs_of(ids: Mapping[str, Tensor | Ragged]) -> list[_Array | Ragged]:
-    """Neighbouring one-id features as one [F', N] array, so that taking them is one gather."""
+    """Neighbouring one-id features as one [N, F'] array: an example's ids lie side by side."""
     runs: list[_Array | Ragged] = []
     single: list[_Array] = []
     for part in ids.values():
         if isinstance(part, Ragged):
             if single:
-                runs.append(np.stack(single))
+                runs.append(np.stack(single, axis=1))
                 single = []
             runs.append(part)
         else:
             single.append(part.numpy())
     if single:
-        runs.append(np.stack(single))
+        runs.append(np.stack(single, axis=1))
     return runs
 
 
@@ -301,7 +302,7 @@ def places_of(part: Ragged, rows_B: _Array) -> tuple[_Array, _Array]:
 
 
 def _rows_of(tensor: Tensor, rows: _Array) -> Tensor:
-    return torch.from_numpy(tensor.numpy()[rows])
+    return torch.from_numpy(tensor.numpy().take(rows, axis=0))
 
 
 def _maybe_rows(tensor: Tensor | None, rows: _Array) -> Tensor | None:

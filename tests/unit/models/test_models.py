@@ -214,6 +214,13 @@ def test_cross_mixture_formula() -> None:
     torch.testing.assert_close(network(x)[0], want)
 
 
+@pytest.mark.parametrize("low_rank", [None, 3, (3, 2)])
+def test_crosses_stay_in_the_dtype_of_autocast(low_rank: int | tuple[int, int] | None) -> None:
+    model = DCN((0, 2, 4), cross_layers=2, low_rank=low_rank, hidden=())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model.cross(torch.randn(B, 8)).dtype is torch.bfloat16
+
+
 @pytest.mark.parametrize("args", [(0, 1), (1, 0)])
 def test_crosses_need_widths(args: tuple[int, int]) -> None:
     with pytest.raises(ConfigError):
@@ -223,17 +230,28 @@ def test_crosses_need_widths(args: tuple[int, int]) -> None:
 
 
 def test_mlp_layers() -> None:
+    linear, relu = "AlignedLinear", "ReLU"
     plain = MLP(3, (4, 5), out_features=1)
-    assert [type(layer).__name__ for layer in plain] == [
-        "Linear",
-        "ReLU",
-        "Linear",
-        "ReLU",
-        "Linear",
-    ]
+    assert [type(layer).__name__ for layer in plain] == [linear, relu, linear, relu, linear]
     full = MLP(3, (4,), dropout=0.5, batch_norm=True)
-    assert [type(layer).__name__ for layer in full] == ["Linear", "BatchNorm1d", "ReLU", "Dropout"]
+    assert [type(layer).__name__ for layer in full] == [linear, "BatchNorm1d", relu, "Dropout"]
     assert (plain.out_features, full.out_features, MLP(3, ()).out_features) == (1, 4, 3)
+
+
+@pytest.mark.parametrize("width", [8, 13])
+def test_an_mlp_of_any_width_multiplies_as_linear_layers(width: int) -> None:
+    mlp, inputs = MLP(width, (), out_features=2), torch.randn(B, width)
+    plain = nn.Linear(width, 2)
+    plain.load_state_dict(mlp[0].state_dict())
+    found = []
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for layer in (mlp, plain):
+            given = inputs.clone().requires_grad_()
+            layer(given).square().sum().backward()
+            found.append((given.grad, *(own.grad for own in layer.parameters())))
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.dtype is torch.float32
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
 
 
 def test_mlp_is_he_initialised() -> None:
