@@ -29,6 +29,7 @@ __all__ = [
     "normalized_entropy",
 ]
 
+_CPU = torch.device("cpu")
 HISTOGRAM_BUCKETS = 4096
 # sigmoid(-16) is 1e-7, the least float32 tells from 0 next to 1
 HISTOGRAM_LOGIT_LIMIT = 16.0
@@ -123,24 +124,32 @@ class BinaryMetrics:
         labels_B: Tensor,
         weights_B: Tensor | None = None,
         groups_B: Tensor | None = None,
-    ) -> None:
+    ) -> float:
         """Add a batch, on any device (waits for it); nothing changes when it raises.
 
         groups_B: int64 [B], for the AUC by group; with all batches or none, and exact AUC.
+
+        Returns:
+            the sum of its examples' log losses, weighted.
 
         Raises:
             ShapeError: not [B], or sizes that differ.
             InputError: a prediction that is NaN or outside 0..1, a label other than 0 and 1, a
                 weight that is negative or not finite.
         """
-        scores_B, labels_B, weights_B = _checked(predictions_B, labels_B, weights_B)
+        # A GPU has no weighted `bincount` of a fixed order, and exact AUC sorts on the host.
+        stays = predictions_B.is_cuda and weights_B is None and not self._exact_auc
+        device = predictions_B.device if stays else _CPU
+        scores_B, labels_B, weights_B = _checked(predictions_B, labels_B, weights_B, device)
+        sums = _bin_sums(scores_B, labels_B, weights_B, self._bins).cpu()
         self._examples += scores_B.numel()
-        self._sums += _bin_sums(scores_B, labels_B, weights_B, self._bins)
-        self._histogram += _histogram_of(scores_B, labels_B, weights_B)
+        self._sums += sums
+        self._histogram += _histogram_of(scores_B, labels_B, weights_B).cpu()
         if self._exact_auc:
             self._kept.append((scores_B, labels_B, weights_B))
             if groups_B is not None:
                 self._groups.append(groups_B.detach().cpu())
+        return float(sums[3].sum())
 
     def merge(self, other: BinaryMetrics) -> None:
         """Add what another accumulator of the same settings has seen.
@@ -299,9 +308,9 @@ def _figures(
 
 
 def _checked(
-    predictions_B: Tensor, labels_B: Tensor, weights_B: Tensor | None
+    predictions_B: Tensor, labels_B: Tensor, weights_B: Tensor | None, device: torch.device = _CPU
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Scores float32, labels bool and weights float32, on the CPU, out of the caller's hands."""
+    """Scores float32, labels bool and weights float32, on a device, out of the caller's hands."""
     for tensor in (predictions_B, labels_B, predictions_B if weights_B is None else weights_B):
         check_dense("predictions, labels or weights", tensor)
     if predictions_B.ndim != 1:
@@ -311,15 +320,15 @@ def _checked(
         raise _shape_error("labels", labels_B, predictions_B)
     if weights_B is not None and weights_B.shape != predictions_B.shape:
         raise _shape_error("weights", weights_B, predictions_B)
-    scores_B = predictions_B.detach().to("cpu", torch.float32, copy=True)
+    scores_B = predictions_B.detach().to(device, torch.float32, copy=True)
     is_nan = bool(scores_B.isnan().any())
     remedy = "Look for NaN in inputs and weights of the model." if is_nan else "Use a sigmoid."
     _require("predictions", scores_B, (scores_B >= 0) & (scores_B <= 1), "0..1", remedy)
-    marks_B = labels_B.detach().cpu()
+    marks_B = labels_B.detach().to(device)
     _require("labels", marks_B, (marks_B == 0) | (marks_B == 1), "0 or 1", "Threshold them.")
     if weights_B is None:
         return scores_B, marks_B == 1, None
-    loads_B = weights_B.detach().to("cpu", torch.float32, copy=True)
+    loads_B = weights_B.detach().to(device, torch.float32, copy=True)
     fine_B = (loads_B >= 0) & loads_B.isfinite()
     _require("weights", loads_B, fine_B, "finite, 0 or more", "Leave bad examples out.")
     return scores_B, marks_B == 1, loads_B
@@ -380,13 +389,16 @@ def _joined_weights(scores: Sequence[Tensor], weights: Sequence[Tensor | None]) 
 
 def _bin_sums(scores_B: Tensor, labels_B: Tensor, weights_B: Tensor | None, bins: int) -> Tensor:
     """Per bin: weight, weighted prediction, weighted label, weighted loss; [4, bins]."""
-    edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64, device="cpu")[1:-1]
+    edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64, device=scores_B.device)[1:-1]
     p_B, y_B = scores_B.double(), labels_B.double()
     w_B = torch.ones_like(p_B) if weights_B is None else weights_B.double()
     tiny = torch.finfo(torch.float32).eps
     loss_B = -torch.where(labels_B, p_B, 1 - p_B).clamp(tiny, 1 - tiny).log()
     bin_B = torch.bucketize(p_B, edges)
     rows = (w_B, w_B * p_B, w_B * y_B, w_B * loss_B)
+    if scores_B.is_cuda:
+        is_in_KB = bin_B == torch.arange(bins, device=bin_B.device)[:, None]
+        return torch.stack([torch.where(is_in_KB, row_B, 0.0).sum(1) for row_B in rows])
     return torch.stack([torch.bincount(bin_B, row_B, minlength=bins) for row_B in rows])
 
 

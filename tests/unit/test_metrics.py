@@ -51,6 +51,27 @@ def same(got: float, want: float, tolerance: float = 1e-12) -> bool:
     return (math.isnan(got) and math.isnan(want)) or abs(got - want) <= tolerance
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sums_do_not_depend_on_the_device(weighted: bool) -> None:
+    scores, labels = torch.rand(5000), torch.randint(0, 2, (5000,))
+    weights = torch.rand(5000) if weighted else None
+    found = []
+    for device in ("cpu", "cuda"):
+        own = BinaryMetrics(exact_auc=False)
+        on = [part if part is None else part.to(device) for part in (scores, labels, weights)]
+        found.append((own.update(*on), *own.totals().tolist()))
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
+
+
+def test_an_update_returns_the_losses_of_its_examples() -> None:
+    sums = BinaryMetrics()
+    sums.update(torch.tensor([0.5]), torch.tensor([1]))
+    scores, labels = torch.tensor([0.2, 0.9]), torch.tensor([0, 1])
+    found = sums.update(scores, labels, torch.tensor([3.0, 1.0]))
+    assert found == pytest.approx(-3 * math.log(0.8) - math.log(0.9), rel=1e-6)
+
+
 def test_auc_by_hand() -> None:
     # scikit-learn's own example: three of four pairs are in order
     scores, labels = torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([0, 0, 1, 1])

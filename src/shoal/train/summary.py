@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.config import RunConfig, to_yaml
 from shoal.data import Batch
 from shoal.errors import InputError
-from shoal.metrics import BinaryMetrics, BinaryResult, log_loss
+from shoal.metrics import BinaryMetrics, BinaryResult
 from shoal.report import Chart, RunReport, Series
 from shoal.telemetry import human_bytes, human_count
 from shoal.train.ranks import ALONE, Ranks
@@ -118,9 +118,7 @@ class Recorder:
                     allowed="finite numbers",
                     remedy="Lower the learning rates, or set clip_norm.",
                 )
-            self._metrics[name].update(probabilities_B, labels_B, weights_B)
-            if weight:
-                self._loss_sum[name] += weight * log_loss(probabilities_B, labels_B, weights_B)
+            self._loss_sum[name] += self._metrics[name].update(probabilities_B, labels_B, weights_B)
         self._weight_sum += weight
         self._labels.clear()
         self._weights.clear()
