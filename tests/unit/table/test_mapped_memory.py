@@ -25,6 +25,7 @@ from support.id_groups import groups_of
 
 UNIT = 1 << 12
 ROW_BYTES = 52, 84
+TABLES, NEW = 26, 5_000
 SPECS = tuple(
     TableSpec(
         name=name,
@@ -223,3 +224,22 @@ def test_a_gpu_s_rows_lie_in_mapped_memory() -> None:
     with pytest.raises(OutOfDeviceMemory, match="bytes wanted"):
         CudaShard([TableSpec(name="t", segments=(wide,), expected_rows=1 << 30)], device=device)
     assert torch.cuda.mem_get_info()[0] >= free + mapped_bytes * 9 // 10
+
+
+@pytest.mark.gpu
+def test_many_tables_that_grow_step_by_step_have_the_rows_of_a_cpu() -> None:
+    segments = SPECS[1].segments
+    specs = [TableSpec(name=f"t{k}", segments=segments) for k in range(TABLES)]
+    shard, twin = CudaShard(specs, seed=3), CpuShard(specs, seed=3)
+    for number in range(12):
+        ids = range(number * NEW, (number + 1) * NEW)
+        for each in (shard, twin):
+            call = groups_of(*((k, ids) for k in range(TABLES)), device=each.device)
+            grads = tuple(torch.ones(NEW, 8, device=each.device) for _ in range(TABLES))
+            each.apply_ids(call, grads, ctx=StepContext(event_time_s=7))
+    asked = [(k, range(k, 12 * NEW, 7)) for k in range(TABLES)]
+    found, same = (each.find(groups_of(*asked, device=each.device)) for each in (shard, twin))
+    assert found.found_N.all()
+    for ours, theirs in zip(found.weights, same.weights, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs)
+    assert {stats.rows for stats in shard.stats()} == {12 * NEW}
