@@ -136,10 +136,14 @@ class Dlrm(nn.Module):
         )
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        rows = self.tables(batch.ids, event_time_s=batch.event_time_s)["all"]
         device = batch.labels.device.type
         with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
-            logits_B = self.top(self.bottom(batch.dense), rows, None)
+            # Before the lookup, which waits for rows of other ranks; and so the gradients of rows
+            # leave before this part goes backward.
+            dense = self.bottom(batch.dense)
+        rows = self.tables(batch.ids, event_time_s=batch.event_time_s)["all"]
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
+            logits_B = self.top(dense, rows, None)
         logits_B = logits_B.float()
         loss = nn.functional.binary_cross_entropy_with_logits(logits_B, batch.labels)
         return loss, logits_B.detach()
