@@ -9,12 +9,13 @@ target red. It exits 0 even then. bench/README.md explains the cases.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "triton", "numpy", "shoal")
 HUGECTR_4_GPUS = 7.32e6  # samples a second of 4 x H100 SXM, MLPerf v4.1
 LOOKUPS = 214
+DENSE_WEIGHTS = 16.0e6
 DIM = 128
 
 Found = dict[str, Measured]
@@ -39,10 +41,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes: shows that all runs")
     parser.add_argument("--case", default="", metavar="SUBSTR", help="only cases with this in it")
     parser.add_argument("--list", action="store_true", help="name the cases and stop")
+    parser.add_argument("--profile", default="", metavar="PREFIX", help="write kernels of a step")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     options = parser.parse_args()
     gpus = _gpus() if options.device != "cpu" else 0
-    jobs = _gpu_jobs(gpus, options.quick) if gpus else _cpu_jobs(options.quick)
+    jobs = _gpu_jobs(gpus, options.quick, options.profile) if gpus else _cpu_jobs(options.quick)
     wanted = [
         (cases, run) for cases, run in jobs if any(options.case in case.name for case in cases)
     ]
@@ -69,9 +72,14 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _gpu_jobs(gpus: int, quick: bool) -> list[Job]:
-    jobs = [_exchange_job(gpus, mib, quick) for mib in (16, 64, 256)]
-    return [*jobs, _scaling_job(gpus, quick)]
+def _gpu_jobs(gpus: int, quick: bool, profile: str) -> list[Job]:
+    exchanges = [_exchange_job(gpus, mib, quick) for mib in (16, 64, 256)] if gpus > 1 else []
+    return [
+        *exchanges,
+        _scaling_job(gpus, quick, profile),
+        *_mode_jobs(quick, profile),
+        _device_job(quick),
+    ]
 
 
 def _exchange_job(gpus: int, mib: int, quick: bool) -> Job:
@@ -103,61 +111,147 @@ def _exchange_job(gpus: int, mib: int, quick: bool) -> Job:
     return cases, run
 
 
-def _scaling_job(gpus: int, quick: bool) -> Job:
+def _dlrm(quick: bool, profile: str) -> Callable[..., list[dict[str, Any]]]:
+    """A run of DLRM-DCNv2: (ranks, pipelined, compile) -> what each rank found."""
+    shape = {"batch_size": _samples(quick), "dim": DIM, "most_ids": 1_000_000, "device": "cuda"}
+    length = {"steps": 6 if quick else 30, "warmup": 8 if quick else 20}
+
+    def run(ranks: int, pipelined: bool, compile: bool | str = True) -> list[dict[str, Any]]:
+        kind = {"pipelined": pipelined, "compile": compile}
+        file = f"{profile}-{ranks}-{compile}{'-pipelined' if pipelined else ''}.txt"
+        params = {**shape, **length, **kind, "profile": file if profile else ""}
+        return on_ranks(ranks, "train_dlrm", params, timeout_s=240)
+
+    return run
+
+
+def _samples(quick: bool) -> int:
+    return 512 if quick else 16_384
+
+
+def _shown(found: Sequence[Mapping[str, Any]]) -> str:
+    """Times of the slowest rank: of a step; of its kernels without launches; of its launches."""
+    step, device, host = (
+        max(one[key] for one in found) for key in ("step_s", "device_ms", "host_ms")
+    )
+    return f"{1e3 * step:.2f} ms a step, device {device:.2f}, host {host:.2f}"
+
+
+MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")
+
+
+def _mode_jobs(quick: bool, profile: str) -> list[Job]:
+    dlrm = _dlrm(quick, profile)
+    eager = functools.cache(lambda: dlrm(1, False, False))
+
+    def job(mode: str) -> Job:
+        name = f"DLRM-DCNv2 on one GPU, compiled ({mode}) over eager"
+
+        def run() -> Found:
+            peer, ours = eager(), dlrm(1, False, mode)
+            return {
+                name: Measured(
+                    ours=1e3 * _slowest_s(ours),
+                    peer_value=1e3 * _slowest_s(peer),
+                    note=f"{_shown(ours)}; eager {_shown(peer)}",
+                )
+            }
+
+        return (Case(name=name, unit="ms", peer="eager", better="lower"),), run
+
+    return [job(mode) for mode in MODES]
+
+
+def _scaling_job(gpus: int, quick: bool, profile: str) -> Job:
+    alone = "DLRM-DCNv2 on one GPU, bf16, compiled, dynamic ids"
     weak = f"weak scaling of DLRM-DCNv2, 1 to {gpus} GPUs"
     speed = f"DLRM-DCNv2 on {gpus} GPUs"
     memory = f"memory of rank 0 over the others', {gpus} GPUs"
+    peer, published = "HugeCTR on 4 x H100, MLPerf, scaled to", HUGECTR_4_GPUS / 1e6 / 4
     cases = (
-        Case(name=weak, unit="k samples/s a GPU", peer="one GPU, no exchange", bar=0.85),
-        Case(
-            name=speed,
-            unit="M samples/s",
-            peer=f"HugeCTR on 4 x H100, MLPerf, scaled to {gpus} GPUs",
-            peer_value=HUGECTR_4_GPUS / 1e6 * gpus / 4,
-        ),
-        Case(name=memory, unit="x", peer="the requested ceiling", better="lower", bar=1.0,
-             peer_value=1.05),
+        Case(name=alone, unit="M samples/s", peer=f"{peer} one", peer_value=published, bar=1.0,
+             stretch=2.5 / published),
     )  # fmt: skip
+    if gpus > 1:
+        cases += (
+            Case(name=weak, unit="k samples/s a GPU", peer="one GPU, no exchange", bar=0.85),
+            Case(name=speed, unit="M samples/s", peer=f"{peer} {gpus} GPUs",
+                 peer_value=published * gpus, stretch=1.0),
+            Case(name=memory, unit="x", peer="the requested ceiling", better="lower", bar=1.0,
+                 peer_value=1.05),
+        )  # fmt: skip
 
     def run() -> Found:
-        size = 512 if quick else 16_384
-        shape = {"batch_size": size, "dim": DIM, "most_ids": 1_000_000, "device": "cuda"}
-        length = {"steps": 6 if quick else 30, "warmup": 8 if quick else 20}
-        by_world: dict[int, list[dict[str, Any]]] = {}
-        plans = {}
-        for ranks in (1, gpus):
-            for pipelined in (False, True):
-                params = {**shape, **length, "pipelined": pipelined}
-                found = on_ranks(ranks, "train_dlrm", params, timeout_s=150)
-                step_s = max(one["step_s"] for one in found)
-                plans[ranks, pipelined] = step_s
-                if ranks not in by_world or step_s < by_world[ranks][0]["best_s"]:
-                    by_world[ranks] = [{**one, "best_s": step_s} for one in found]
-        one_s, all_s = by_world[1][0]["best_s"], by_world[gpus][0]["best_s"]
-        others = [one["memory"] for one in by_world[gpus] if one["rank"]]
-        own = by_world[gpus][0]["memory"]
-        steps = ", ".join(
-            f"{ranks} GPU{'s' if ranks > 1 else ''}{' pipelined' if piped else ''} {1e3 * s:.2f} ms"
-            for (ranks, piped), s in plans.items()
-        )
-        note = f"{size} samples a GPU and step, {LOOKUPS} lookups each, D={DIM}, Adagrad; {steps}"
+        size, dlrm = _samples(quick), _dlrm(quick, profile)
+        best, notes = {}, {}
+        for ranks in {1, gpus}:
+            runs = {piped: dlrm(ranks, piped) for piped in (False, True)}
+            best[ranks] = min(runs.values(), key=_slowest_s)
+            notes[ranks] = (
+                f"{size} samples a GPU and step, {LOOKUPS} lookups each, D={DIM}, Adagrad; "
+                f"{_shown(runs[False])}; pipelined {1e3 * _slowest_s(runs[True]):.2f} ms"
+            )
+        one_s, all_s = _slowest_s(best[1]), _slowest_s(best[gpus])
+        others = [one["memory"] for one in best[gpus] if one["rank"]]
         return {
-            weak: Measured(ours=size / all_s / 1e3, peer_value=size / one_s / 1e3, note=note),
+            alone: Measured(
+                ours=size / one_s / 1e6,
+                limit_fraction=_floor_s(size, best[1][0]["distinct"]) / one_s,
+                note=f"{notes[1]}; {_LIMIT}",
+            ),
+            weak: Measured(ours=size / all_s / 1e3, peer_value=size / one_s / 1e3),
             speed: Measured(
                 ours=size * gpus / all_s / 1e6,
-                limit_fraction=_floor_s(size, by_world[gpus][0]["distinct"]) / all_s,
-                note="of limit: the bytes of rows, gradients and state at 3.0 TB/s alone",
+                limit_fraction=_floor_s(size, best[gpus][0]["distinct"]) / all_s,
+                note=f"{notes[gpus]}; {_LIMIT}",
             ),
-            memory: Measured(ours=own / (sum(others) / len(others)) if others else None),
+            memory: Measured(
+                ours=best[gpus][0]["memory"] / (sum(others) / len(others)) if others else None
+            ),
         }
 
     return cases, run
 
 
+_LIMIT = "of limit: the bytes of rows, gradients and state at 3.0 TB/s, then dense products"
+
+
+def _slowest_s(found: Sequence[Mapping[str, Any]]) -> float:
+    return float(max(one["step_s"] for one in found))
+
+
 def _floor_s(size: int, distinct: float) -> float:
-    """Seconds to move what a step must: lookups are read, distinct rows and state go both ways."""
+    """Seconds of what a step must do: lookups are read, distinct rows and state go both ways; of
+    dense weights each sample has six operations."""
     row_bytes = 4 * DIM
-    return (size * LOOKUPS * row_bytes + 5 * distinct * row_bytes) / 3.0e12
+    moved = (size * LOOKUPS * row_bytes + 5 * distinct * row_bytes) / 3.0e12
+    return moved + 6 * size * DENSE_WEIGHTS / 7.0e14
+
+
+def _device_job(quick: bool) -> Job:
+    name = f"flights, device=cuda compile=true, over the CPU, batches of {_BATCH}"
+    cases = (Case(name=name, unit="k examples/s", peer="device=cpu", bar=8.0, stretch=20.0),)
+
+    def run() -> Found:
+        epochs = "data.epochs=2" if quick else "data.epochs=30"
+        gpu = {
+            how: _flights(1, epochs, "device=cuda", how)
+            for how in ("compile=true", "compile=reduce-overhead", "compile=false")
+        }
+        some = f"data.epochs={1 if quick else 3}"
+        threads = sorted({1, min(8, os.cpu_count() or 1)})
+        cpu = {count: _flights(1, some, f"threads={count}") for count in threads}
+        shown = {**gpu, **{f"cpu, {count} threads": speed for count, speed in cpu.items()}}
+        return {
+            name: Measured(
+                ours=gpu["compile=true"] / 1e3,
+                peer_value=max(cpu.values()) / 1e3,
+                note=", ".join(f"{how} {speed / 1e3:.0f} k/s" for how, speed in shown.items())
+                + "; after the first quarter of the points, which has the compilation",
+            )
+        }
+
+    return cases, run
 
 
 def _cpu_jobs(quick: bool) -> list[Job]:
@@ -172,7 +266,7 @@ def _flights_job(quick: bool) -> Job:
         speeds: dict[int, list[float]] = {1: [], 2: []}
         for _ in range(1 if quick else 3):
             for ranks, values in speeds.items():
-                values.append(_flights(ranks, quick))
+                values.append(_flights(ranks, f"data.epochs={1 if quick else 3}"))
         ours, peer = median(speeds[2]), median(speeds[1])
         note = f"batches of {_BATCH} examples over all ranks; {len(speeds[1])} runs each"
         return {name: Measured(ours=ours / 1e3, peer_value=peer / 1e3, note=note)}
@@ -183,26 +277,34 @@ def _flights_job(quick: bool) -> Job:
 _BATCH = 8192
 
 
-def _flights(ranks: int, quick: bool) -> float:
-    """Examples a second of a run of the flights example."""
+def _flights(ranks: int, *settings: str) -> float:
+    """Examples a second of a run of the flights example, from a quarter of its points on."""
     with tempfile.TemporaryDirectory() as folder:
-        settings = [
+        settings = (
             "threads=1",
             f"data.batch_size={_BATCH}",
-            f"data.epochs={1 if quick else 3}",
             "baselines=[]",
+            "logging.points=40",
             "output.save_model=false",
             f"output.dir={folder}",
-        ]
+            *settings,
+        )
         launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
         command = [
             sys.executable, *(launcher if ranks > 1 else []),
             *(["-m", "shoal.cli"]), "train", str(ROOT / "examples/flights.yaml"), *settings,
         ]  # fmt: skip
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        subprocess.run(command, env=environ, check=True, capture_output=True, timeout=300)
-        (metrics,) = Path(folder).glob("*/metrics.json")
-        return float(json.loads(metrics.read_text())["examples_per_s"])
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip()[-160:])
+        (file,) = Path(folder).glob("*/*/log.jsonl")
+        lines = map(json.loads, file.read_text().splitlines())
+        points = [line for line in lines if "examples" in line]  # others are of evaluations
+        first, last = points[len(points) // 4], points[-1]
+        return float(
+            (last["examples"] - first["examples"]) / (last["time_s"] - first["time_s"])
+        )  # fmt: skip
 
 
 def _gloo_job(size: str, quick: bool) -> Job:

@@ -78,12 +78,15 @@ class Measured:
     """The result of a run for one case; None if there was nothing to measure.
 
     limit_fraction: ours as a fraction of the machine's limit (copy bandwidth), 0..1.
+    device_ms, host_ms: time of a call on the device, launches not counted, and until it returned.
     """
 
     ours: float | None = None
     peer_value: float | None = None
     limit_fraction: float | None = None
     note: str = ""
+    device_ms: float | None = None
+    host_ms: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +145,8 @@ def as_row(case: Case, measured: Measured | None) -> dict[str, Any]:
         "bar": case.bar,
         "stretch": case.stretch,
         "limit_fraction": found.limit_fraction,
+        "device_ms": found.device_ms,
+        "host_ms": found.host_ms,
         "ok": ok,
         "note": found.note,
     }
@@ -360,18 +365,21 @@ def conclude(rows: Sequence[Mapping[str, Any]], file: Path | None, packages: Seq
 
 def table_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The rows as aligned text, one line each under a heading."""
-    head = ("case", "ours", "peer", "unit", "ratio", "bar", "of limit", "ok", "compared with")
-    cells = [head]
+    timed = [key for key in ("device_ms", "host_ms") if any(row.get(key) for row in rows)]
+    times = [key.replace("_", " ") for key in timed]
+    head = ("case", "ours", "peer", "unit", *times, "ratio", "bar", "of limit", "ok")
+    cells = [(*head, "compared with")]
     for row in rows:
         verdict = {None: "-", False: "RED", True: "ok"}[row["ok"]]
         if row["ok"] and row["stretch"] is not None and row["ratio"] >= row["stretch"]:
             verdict = "stretch"
         peer = row["peer"] + (f"  [{row['note']}]" if row["note"] else "")
-        figures = (row["ours"], row["peer_value"], row["ratio"], row["bar"], row["limit_fraction"])
-        ours, value, times, bar, limit = (_figure(x) for x in figures)
-        cells.append((row["case"], ours, value, row["unit"], times, bar, limit, verdict, peer))
-    widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
-    left = {0, 3, 7, 8}
+        ours, value = _figure(row["ours"]), _figure(row["peer_value"])
+        keys = (*timed, "ratio", "bar", "limit_fraction")
+        others = [_figure(row.get(key)) for key in keys]
+        cells.append((row["case"], ours, value, row["unit"], *others, verdict, peer))
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    left = {0, 3, len(head) - 1, len(head)}
     return [
         "  ".join(
             text.ljust(width) if i in left else text.rjust(width)

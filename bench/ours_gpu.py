@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from harness import Measured
 from plan_gpu import Scale
 
 # Decides how Triton runs, so before anything imports it.
@@ -29,7 +28,6 @@ __all__ = [
     "ShardStep",
     "check_step",
     "groups",
-    "limited",
     "load",
     "make_shard",
     "power_law",
@@ -153,11 +151,6 @@ class ModuleStep:
         torch.autograd.backward(list(outputs.values()), self.grads)
         self.optimizer.step()
 
-    def run_in_one_thread(self, number: int) -> None:
-        """As `shoal train` does it: autograd hands nothing to a thread of its own."""
-        with torch.autograd.set_multithreading_enabled(False):
-            self.run(number)
-
 
 def check_step(scale: Scale) -> None:
     """A step of ids with duplicates moves each row by the sum of its gradients."""
@@ -175,8 +168,3 @@ def check_step(scale: Scale) -> None:
     want = start.cpu() - 0.01 * counts[:, None]
     if not bool(found.found_N.all()) or not torch.allclose(found.weights[0].cpu(), want, atol=1e-6):
         raise RuntimeError("a step of 24 ids came out wrong")
-
-
-def limited(ours: float, limit: float, note: str) -> Measured:
-    """A row with its part of what the copy bandwidth allows."""
-    return Measured(ours=ours, limit_fraction=ours / limit, note=note)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +15,13 @@ from torch import Tensor, nn
 from harness import median
 from shoal import EmbeddingCollection, Feature, Layout, LayoutSlice, SparseOptimizer
 from shoal.comm import Mesh, Part, init, shutdown
+from shoal.compiling import Compile
 from shoal.data import Batch
 from shoal.distributed import DistributedModelParallel
 from shoal.embedding.layouts import compile_layouts
 from shoal.exchange.all_to_all import AllToAllExchange
 from shoal.exchange.local import Request
-from shoal.models import DCN
+from shoal.models import DLRM
 from shoal.optim import JointOptimizer
 from shoal.pipeline import create_train_pipeline
 from shoal.ragged import KeyedRagged
@@ -117,33 +119,24 @@ def _timed(run: Callable[[], None], device: torch.device) -> float:
 
 
 class Dlrm(nn.Module):
-    """DLRM-DCNv2: 26 tables of width `dim`, bottom MLP, low-rank cross network, top MLP."""
+    """DLRM-DCNv2 as MLPerf has it: 26 tables of width `dim`, 3 crosses of rank 512."""
 
     def __init__(self, tables: EmbeddingCollection, dim: int) -> None:
         super().__init__()
         self.tables = tables
-        self.bottom = nn.Sequential(
-            nn.Linear(DENSE, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(),
-            nn.Linear(256, dim), nn.ReLU(),
-        )  # fmt: skip
-        self.top = DCN(
-            (dim, len(MULTI_HOT), dim),
+        self.dense = DLRM(
+            (DENSE, len(MULTI_HOT), dim),
+            bottom=(512, 256),
+            top=(1024, 1024, 512, 256),
             cross_layers=3,
-            low_rank=(512, 1),
-            hidden=(1024, 1024, 512, 256),
-            dropout=0.0,
-            batch_norm=False,
+            low_rank=512,
         )
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        rows = self.tables(batch.ids, event_time_s=batch.event_time_s)["all"]
         device = batch.labels.device.type
         with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
-            # Before the lookup, which waits for rows of other ranks; and so the gradients of rows
-            # leave before this part goes backward.
-            dense = self.bottom(batch.dense)
-        rows = self.tables(batch.ids, event_time_s=batch.event_time_s)["all"]
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
-            logits_B = self.top(dense, rows, None)
+            logits_B = self.dense(batch.dense, rows)
         logits_B = logits_B.float()
         loss = nn.functional.binary_cross_entropy_with_logits(logits_B, batch.labels)
         return loss, logits_B.detach()
@@ -151,9 +144,13 @@ class Dlrm(nn.Module):
 
 def train_dlrm(
     *, batch_size: int, dim: int, most_ids: int, steps: int, warmup: int, device: str,
-    staleness: int = 0, pipelined: bool = True, seed: int = 0,
+    staleness: int = 0, pipelined: bool = True, seed: int = 0, compile: Compile = True,
+    profile: str = "",
 ) -> dict[str, Any]:  # fmt: skip
-    """Seconds a step of `batch_size` samples a rank, and what memory it took."""
+    """Seconds a step of `batch_size` samples a rank, and what memory it took.
+
+    profile: a file, to which rank 0 writes the kernels of a step.
+    """
     mesh = init(device=device, seed=seed)
     names = tuple(f"c{k}" for k in range(len(MULTI_HOT)))
     specs = tuple(
@@ -164,27 +161,89 @@ def train_dlrm(
     layout = Layout("all", "stack", tuple(LayoutSlice(name) for name in names))
     tables = EmbeddingCollection(specs, features, (layout,), device=str(mesh.device))
     torch.manual_seed(seed)
-    model = DistributedModelParallel(Dlrm(tables, dim).to(mesh.device), mesh=mesh).train()
+    model = DistributedModelParallel(
+        Dlrm(tables, dim).to(mesh.device), mesh=mesh, compile=compile
+    ).train()
     optimizer = JointOptimizer(
-        [SparseOptimizer(model), torch.optim.Adagrad(model.dense_parameters(), lr=0.01)]
+        [SparseOptimizer(model), _dense_optimizer(list(model.dense_parameters()))]
     )
     # In pinned memory, as a loader returns them.
-    made = [
-        _batch(names, batch_size, most_ids, mesh, turn).to("cpu").pin_memory() for turn in range(6)
-    ]
+    made = [_batch(names, batch_size, most_ids, mesh, turn).to("cpu") for turn in range(6)]
+    made = [batch.pin_memory() for batch in made] if device == "cuda" else made
     batches: Iterator[Batch] = itertools.cycle(made)
     took = (_piped if pipelined else _plain)(
         model, optimizer, itertools.islice(batches, steps + warmup), staleness, warmup, mesh
     )
-    memory = torch.cuda.max_memory_allocated(mesh.device) if device == "cuda" else 0
-    rows = sum(tables.shard.size(k) for k in range(len(tables.shard.specs)))
+    found: dict[str, Any] = {"step_s": took, "rank": mesh.rank, "memory": 0}
+    if device == "cuda":
+        found["memory"] = torch.cuda.max_memory_allocated(mesh.device)
+        found |= _apart(model, optimizer, made, mesh)
+    if profile:
+        _profile(model, optimizer, made, mesh, profile)
+    found["rows"] = sum(tables.shard.size(k) for k in range(len(tables.shard.specs)))
     ids = made[0].ids
     cuts = ids.host_splits.tolist()
-    distinct = sum(ids.values_N[a:b].unique().numel() for a, b in itertools.pairwise(cuts))
+    found["distinct"] = sum(
+        ids.values_N[a:b].unique().numel() for a, b in itertools.pairwise(cuts)
+    )  # fmt: skip
     shutdown()
-    return {
-        "step_s": took, "memory": memory, "rows": rows, "rank": mesh.rank, "distinct": distinct
-    }  # fmt: skip
+    return found
+
+
+def _dense_optimizer(weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Adagrad, in one kernel where this torch has it."""
+    device = weights[0].device.type.upper()
+    fused = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adagrad_", device)
+    return torch.optim.Adagrad(weights, lr=0.01, fused=fused or None)
+
+
+def _step(model: nn.Module, optimizer: Any, batch: Batch) -> None:
+    loss, _ = model(batch)
+    # In this thread: a GPU's backward thread costs the host more than what it launches.
+    with torch.autograd.set_multithreading_enabled(False):
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _apart(
+    model: nn.Module, optimizer: Any, batches: Sequence[Batch], mesh: Mesh
+) -> dict[str, float]:
+    """Milliseconds of a step on the device, launches not counted, and on the host alone."""
+    here = [batch.to(mesh.device) for batch in batches]
+    device_ms, host_ms, steps = [], [], 3  # the host waits where a fourth lookup is open
+    for turn in range(8):
+        _settle(mesh)
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(150_000_000)  # the host is ahead until its launches are done
+        first.record()
+        begun = time.perf_counter()
+        for k in range(steps):
+            _step(model, optimizer, here[(turn * steps + k) % len(here)])
+        host_ms.append(1e3 * (time.perf_counter() - begun) / steps)
+        last.record()
+        last.synchronize()
+        device_ms.append(first.elapsed_time(last) / steps)
+    return {"device_ms": median(device_ms), "host_ms": median(host_ms)}
+
+
+def _profile(
+    model: nn.Module, optimizer: Any, batches: Sequence[Batch], mesh: Mesh, file: str
+) -> None:
+    """Write the 40 kernels and calls that take most of a step, by device and by host time."""
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    here, steps = [batch.to(mesh.device) for batch in batches], 10
+    with torch.profiler.profile(activities=kinds) as profiler:
+        for k in range(steps):
+            _step(model, optimizer, here[k % len(here)])
+        _settle(mesh)
+    if mesh.rank == 0:
+        found = profiler.key_averages()
+        orders = ("self_device_time_total", "self_cpu_time_total")
+        tables = [
+            found.table(sort_by=order, row_limit=40, max_name_column_width=90) for order in orders
+        ]
+        Path(file).write_text(f"{steps} steps\n" + "\n".join(tables))
 
 
 def _piped(
@@ -215,10 +274,7 @@ def _plain(
         if done == warmup:
             _settle(mesh)
             begun = time.perf_counter()
-        loss, _ = model(batch.to(mesh.device, non_blocking=True))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        _step(model, optimizer, batch.to(mesh.device, non_blocking=True))
         done += 1
     _settle(mesh)
     return (time.perf_counter() - begun) / (done - warmup)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from clock_gpu import Clock
+from clock_gpu import Clock, Times
 from harness import Measured, median
 from limits_cpu import find_bytes, insert_bytes
 from ours_gpu import (
@@ -16,7 +16,6 @@ from ours_gpu import (
     ShardStep,
     check_step,
     groups,
-    limited,
     load,
     make_shard,
     power_law,
@@ -25,7 +24,7 @@ from ours_gpu import (
     table,
     tables_of,
 )
-from plan_gpu import DIMS, INSERT_DIMS, Scale
+from plan_gpu import DIMS, INSERT_DIMS, THREADS, Scale
 from shoal.ragged import KeyedRagged
 from shoal.table.shard import IdGroups, Shard, StepContext
 from shoal.table.spec import HostRows
@@ -56,13 +55,16 @@ def find(*, scale: Scale) -> dict[str, Measured]:
         load(shard, scale.loaded_rows)
         name = f"find and copy out, load 0.75, D={dim}"
         limit = bandwidth / find_bytes(dim) / 1e9
-        rate, note = _find_rate(scale, clock, shard, scale.call_ids)
-        found[name] = limited(rate, limit, note)
+        times = _find_times(scale, clock, shard, scale.call_ids)
+        rate = scale.call_ids / times.ms / 1e6
+        found[name] = times.row(rate, rows_in(shard), limit_fraction=rate / limit)
         if dim == DIMS[0]:
-            found[f"{name}, against HKV"] = limited(rate, limit, note)
-            large, note = _find_rate(scale, clock, shard, 8 * scale.call_ids)
-            again = Measured(ours=large, peer_value=rate, limit_fraction=large / limit, note=note)
-            found[f"{name}, eight times as many ids a call"] = again
+            found[f"{name}, against HKV"] = found[name]
+            times = _find_times(scale, clock, shard, 8 * scale.call_ids)
+            large = 8 * scale.call_ids / times.ms / 1e6
+            found[f"{name}, eight times as many ids a call"] = times.row(
+                large, rows_in(shard), peer_value=rate, limit_fraction=large / limit
+            )
             stats = shard.stats()[0]
             beside = (stats.bytes_index + stats.bytes_metadata) / stats.rows
             name = "index and metadata bytes a row at load 0.75"
@@ -70,12 +72,11 @@ def find(*, scale: Scale) -> dict[str, Measured]:
     return found
 
 
-def _find_rate(scale: Scale, clock: Clock, shard: Shard, ids: int) -> tuple[float, str]:
+def _find_times(scale: Scale, clock: Clock, shard: Shard, ids: int) -> Times:
     calls = [groups(scrambled(_uniform(scale.loaded_rows, ids, scale))) for _ in range(BATCHES)]
     if not bool(shard.find(calls[0]).found_N.all()):
         raise RuntimeError("ids are missing from the loaded table")
-    times = clock.measure(lambda i: shard.find(calls[i % BATCHES]), scale.repeats)
-    return ids / times.ms / 1e6, times.note(rows_in(shard))
+    return clock.measure(lambda i: shard.find(calls[i % BATCHES]), scale.repeats)
 
 
 def insert(*, scale: Scale) -> dict[str, Measured]:
@@ -85,7 +86,7 @@ def insert(*, scale: Scale) -> dict[str, Measured]:
     n = scale.call_ids
     found = {}
     for dim in INSERT_DIMS:
-        total = Clock.calls(scale.repeats)
+        total = clock.calls(scale.repeats)
         shard = make_shard(scale, (table(dim, total * n),))
         calls = [
             groups(scrambled(torch.arange(i * n, (i + 1) * n, device=scale.device)))
@@ -97,7 +98,7 @@ def insert(*, scale: Scale) -> dict[str, Measured]:
             raise RuntimeError(f"{shard.size(0)} rows after inserting {total * n}")
         rate = n / times.ms / 1e6
         limit = bandwidth / insert_bytes(dim, 0) / 1e9
-        measured = limited(rate, limit, times.note(rows_in(shard)))
+        measured = times.row(rate, rows_in(shard), limit_fraction=rate / limit)
         found[f"insert new ids D={dim}"] = measured
         if dim == INSERT_DIMS[0]:
             found[f"insert new ids D={dim}, against HKV"] = measured
@@ -122,24 +123,22 @@ def step(*, scale: Scale, rule: str) -> dict[str, Measured]:
     least_ms = 1e3 * _step_bytes(count * n, unique, rule) / bandwidth
     bare = ShardStep(shard, [groups(ids_N, count) for ids_N in ids], STEP_DIM)
     times = clock.measure(bare.run, scale.repeats)
-    note = times.note(f"{unique:,} of {count * n:,} ids distinct, least {least_ms:.2f} ms")
+    more = f"{unique:,} of {count * n:,} ids distinct, least {least_ms:.2f} ms"
     prefix = f"{rule} step, 10 tables,"
     found = {
-        f"{prefix} {rest}": Measured(ours=times.ms, limit_fraction=least_ms / times.ms, note=note)
+        f"{prefix} {rest}": times.row(times.ms, more, limit_fraction=least_ms / times.ms)
         for rest in ("1.05 M ids, D=128", "against FBGEMM", "against dynamicemb")
     }
     keys = tuple(spec.name for spec in shard.specs)
     lengths = torch.ones(count * n, dtype=torch.int64)
     bags = [KeyedRagged.from_lengths(keys, x.cpu(), lengths).to(scale.device) for x in ids]
     modules = ModuleStep(shard, bags, STEP_DIM)
-    for name, run in {
-        "through modules": modules.run,
-        "through modules, backward in one thread": modules.run_in_one_thread,
-    }.items():
-        times = clock.measure(run, scale.repeats)
-        found[f"{prefix} {name}"] = Measured(
-            ours=times.ms, limit_fraction=least_ms / times.ms, note=times.note()
-        )
+    for threads, how in THREADS.items():
+        with torch.autograd.set_multithreading_enabled(threads):
+            times = clock.measure(modules.run, scale.repeats)
+        name = f"{prefix} through modules{how}"
+        found[name] = times.row(times.ms, limit_fraction=least_ms / times.ms)
+        found[f"{name}, host"] = times.row(times.host_ms)
     return found
 
 
@@ -176,8 +175,7 @@ def tier(*, scale: Scale, cache: str) -> dict[str, Measured]:
     batches = [groups(ids_N, count) for ids_N in _step_ids(scale)]
     run = ShardStep(shard, batches, STEP_DIM)
     times = clock.measure(run.run, max(2, min(scale.repeats, 30)))
-    note = times.note(f"cache {cache_bytes / 1e9:.2f} of {payload / 1e9:.2f} GB")
-    return {name: Measured(ours=times.ms, note=note)}
+    return {name: times.row(times.ms, f"cache {cache_bytes / 1e9:.2f} of {payload / 1e9:.2f} GB")}
 
 
 def pooled(*, scale: Scale) -> dict[str, Measured]:
@@ -212,10 +210,10 @@ def pooled(*, scale: Scale) -> dict[str, Measured]:
             if turn >= 0:
                 seconds[name].append(took)
     events = clock.measure(ours.run, turns)
-    note = f"{bags[0].values_N.numel():,} ids; both alone; ours: {events.note()}"
+    note = f"{bags[0].values_N.numel():,} ids; both alone; ours"
     name = "Adam step, 26 tables, batch 65,536, pooled, D=64"
     figures = {who: median(values) for who, values in seconds.items()}
-    return {name: Measured(ours=figures["ours"], peer_value=figures["peer"], note=note)}
+    return {name: events.row(figures["ours"], note, peer_value=figures["peer"])}
 
 
 class _SparseBags:

@@ -89,6 +89,20 @@ def test_other_ways_to_step(tmp_path: Path, more: tuple[str, ...]):
     assert "device: auto" in (result.folder / "config.yaml").read_text()
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("compile=true", "accumulation=2"),
+        ("compile=reduce-overhead", "clip_norm=1.0"),
+        ("compile=reduce-overhead", "amp=float16"),
+    ],
+)
+def test_a_compiled_run_learns_the_same(tmp_path: Path, more: tuple[str, ...]):
+    short = ("data.max_examples=12000", "device=cuda", *more)
+    want = run(tmp_path / "eager", *short, "compile=false")
+    assert_close(run(tmp_path / "compiled", *short).metrics, want.metrics)
+
+
 SAVED = (
     "data.max_examples=20000",
     "data.batch_size=500",

@@ -16,7 +16,7 @@ LEVELS: dict[str, int] = {
     for level, rooms in enumerate(
         (
             "errors _core uncompiled",
-            "address",
+            "address compiling",
             "ids",
             "ragged rules metrics telemetry report lookup",
             "kernels comm placement models",

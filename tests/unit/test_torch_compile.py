@@ -25,6 +25,7 @@ from shoal import (
     clip_grad_norm_,
     optimizers,
 )
+from shoal.errors import ShoalError
 
 # Of the compiler itself: it looks at `.grad` of everything.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -92,6 +93,41 @@ def test_training_and_evaluation_are_as_eager(wrapped: bool, layouts: str | None
     for twin in (*twins, compiled):
         twin.eval()
     assert torch.equal(twins[0](batch(4)), compiled(batch(4)))
+
+
+def test_a_wrapper_compiles_what_holds_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, mode: made(f, backend="eager"))
+    net = Net()
+    models = [
+        DistributedModelParallel(copy.deepcopy(net)),
+        DistributedModelParallel(net, compile="default"),
+    ]
+    steps = [
+        JointOptimizer([SparseOptimizer(one), torch.optim.SGD(list(one.parameters()), lr=0.1)])
+        for one in models
+    ]
+    # Ids are new in every batch, and so are sizes: one graph more, for all of them.
+    for size in (3, 2, 5, 7):
+        seen = []
+        for model, step in zip(models, steps, strict=True):
+            loss = model(batch(size)).square().sum()
+            step.zero_grad()
+            loss.backward()
+            step.step()
+            seen.append(loss.detach())
+        assert torch.equal(*seen)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert not breaks()
+    states = [model.state_dict() for model in models]
+    assert list(states[0]) == list(states[1])
+    models[0].load_state_dict(states[1])
+
+
+@pytest.mark.parametrize("mode", ["fast", "reduce-overhead"])
+def test_modes_that_cannot_be_are_refused(mode: str) -> None:
+    with pytest.raises(ShoalError, match=f"{mode}"):
+        DistributedModelParallel(Net(), compile=mode)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

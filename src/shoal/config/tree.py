@@ -21,6 +21,7 @@ from pydantic import (
 )
 from pydantic_core import core_schema
 
+from shoal.compiling import Compile
 from shoal.config.type_words import DEVICE, NAME, is_bool_for_number, of_type, with_patterns
 from shoal.data.feature_set import (
     ID_RULES,
@@ -752,6 +753,7 @@ class RunConfig(Section):
     clip_norm: PositiveFloat | None = None
     accumulation: Count = 1
     amp: Literal["none", "bfloat16", "float16"] = "none"
+    compile: Compile = False
     nan_policy: NanPolicy = "raise"
     nan_clip: Annotated[float, Field(gt=0, le=3e38)] = 1.0
     evict_every_s: Count = 86_400

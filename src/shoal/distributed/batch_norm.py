@@ -12,8 +12,10 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from shoal.comm.collectives import Collectives
 from shoal.errors import InputError
+from shoal.uncompiled import uncompiled
 
 
+@uncompiled
 class BatchNormOverRanks(_NormBase):
     """`torch.nn.BatchNorm*` over the examples of all ranks, in training; names are the same.
 

@@ -22,6 +22,13 @@ from shoal.comm.flags import read_flags
 from shoal.comm.launch import init
 from shoal.comm.mesh import Mesh, Path
 from shoal.comm.mismatched_calls import Calls
+from shoal.compiling import (
+    Compile,
+    begin_step,
+    check_compile,
+    compile_around,
+    has_cuda_graphs,
+)
 from shoal.distributed.batch_norm import resting
 from shoal.embedding.collection import EmbeddingCollection
 from shoal.errors import CollectiveFailed, ConfigError, unknown_name
@@ -265,6 +272,10 @@ class DistributedModelParallel(nn.Module):
             (`torch.distributed.fsdp.fully_shard`), whose gradients torch's `GradScaler` does not
             take in one optimizer with tables: scale none (bfloat16), or step both sides apart.
         exchange_path: what carries ids, rows and flags; see `Mesh.collectives`.
+        compile: `torch.compile` of the largest parts that hold no collection, in place: True, or a
+            mode of it; forwards around lookups stay eager. Modes with CUDA graphs
+            ("reduce-overhead", "max-autotune") use the memory of outputs and gradients again at
+            the next forward: copy what you keep, and do not add up gradients over batches.
 
     Attributes:
         module: the wrapped module.
@@ -287,12 +298,15 @@ class DistributedModelParallel(nn.Module):
         wire: Wire | None = None,
         dense: DenseWrapper = "ddp",
         exchange_path: Path = "auto",
+        compile: Compile = False,
     ) -> None:
         super().__init__()
         if dense not in get_args(DenseWrapper):
             raise unknown_name("dense wrapper", dense, get_args(DenseWrapper))
         self.module = module
         self.mesh = init() if mesh is None else mesh
+        check_compile(compile, self.mesh.device)
+        self._graphed = has_cuda_graphs(compile)
         wire = Wire(grads=read_flags().gradient_wire) if wire is None else wire
         self._path = exchange_path
         self._exchange = partial(
@@ -320,6 +334,7 @@ class DistributedModelParallel(nn.Module):
             for family in families:
                 self._place(family, steps)
             self._replicate(dense, steps)
+        compile_around(module, self.collections().values(), compile)
 
     def collections(self) -> dict[str, EmbeddingCollection]:
         """The collections of the module, by the name they have there."""
@@ -336,6 +351,8 @@ class DistributedModelParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. In training with gradients, backward averages dense ones."""
         self._open()
+        if self._graphed and self.training:
+            begin_step()
         if self._wrapped is not None and self.training and torch.is_grad_enabled():
             # Until the module's own forward it only exchanges buffers and similar tensors.
             self._dense.enter("buffers of the dense part")

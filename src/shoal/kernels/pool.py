@@ -58,14 +58,15 @@ class PoolLines:
     """A pool plan on the device, for any number of bags.
 
     launches: in order. widths, doubles: of each output; rooms: columns it has in the memory that
-    outputs share, one memory for float32 and one for float64. untouched: outputs that no piece
-    names.
+    outputs share, one memory for float32 and one for float64. even: the width of all outputs where
+    they fill one memory, else 0. untouched: outputs that no piece names.
     """
 
     launches: tuple[PoolLaunch, ...]
     widths: tuple[int, ...]
     doubles: tuple[bool, ...]
     rooms: tuple[int, ...]
+    even: int
     untouched: tuple[int, ...]
 
 
@@ -97,7 +98,9 @@ def pool_lines(plan: PoolPlan, forms_G: Sequence[RowForm], device: torch.device)
         for (_, form, step), lines in sorted(batches.items(), key=lambda item: item[0][0])
     )
     untouched = tuple(o for o in range(len(widths)) if o not in form_of)
-    return PoolLines(launches, tuple(widths), tuple(doubles), tuple(rooms), untouched)
+    alike = len({*zip(widths, doubles, strict=True)}) == 1 and widths == rooms
+    even = widths[0] if alike else 0
+    return PoolLines(launches, tuple(widths), tuple(doubles), tuple(rooms), even, untouched)
 
 
 def _lines(
@@ -302,6 +305,11 @@ def _outputs(
 ) -> tuple[tuple[Tensor, ...], dict[bool, Tensor]]:
     """Outputs, and the memories they are parts of: one for float32 and one for float64."""
     bases, parts = {}, {}
+    if lines.even and bags and not lines.untouched:  # parts of one shape are made by one call
+        double = lines.doubles[0]
+        dtype = torch.float64 if double else torch.float32
+        base = torch.empty(bags * len(lines.widths), lines.even, dtype=dtype, device=device)
+        return tuple(torch.unsafe_split(base, bags)), {double: base}
     for double in set(lines.doubles):
         pairs = zip(lines.rooms, lines.doubles, strict=True)
         rooms = [bags * room for room, own in pairs if own == double]

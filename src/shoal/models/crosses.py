@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError
-from shoal.models.mlp import MLP, Deep, Inputs, Widths
+from shoal.models.mlp import MLP, Deep, Inputs, Widths, in_autocast
 
 LowRank = int | tuple[int, int] | None
 """Of crosses: rank, or (rank, experts) of a mixture, or None for full matrices."""
@@ -33,7 +33,7 @@ class CrossNetwork(nn.Module):
 
     def forward(self, inputs_BX: Tensor) -> Tensor:
         """Crossed inputs [B, X]."""
-        x_BX = inputs_BX
+        x_BX = inputs_BX = in_autocast(inputs_BX)
         for layer in self.layers:
             x_BX = inputs_BX * layer(x_BX) + x_BX
         return x_BX
@@ -59,7 +59,7 @@ class LowRankCrossNetwork(nn.Module):
 
     def forward(self, inputs_BX: Tensor) -> Tensor:
         """Crossed inputs [B, X]."""
-        x_BX = inputs_BX
+        x_BX = inputs_BX = in_autocast(inputs_BX)
         for down, up in zip(self.down, self.up, strict=True):
             x_BX = inputs_BX * up(down(x_BX)) + x_BX
         return x_BX
@@ -91,14 +91,15 @@ class CrossMixture(nn.Module):
 
     def forward(self, inputs_BX: Tensor) -> Tensor:
         """Crossed inputs [B, X]."""
-        x_BX = inputs_BX
+        x_BX = inputs_BX = in_autocast(inputs_BX)
         for index, gate in enumerate(self.gates):
             low_BER = torch.einsum("bx,erx->ber", x_BX, self.down[index]).tanh()
             low_BER = torch.einsum("ber,eqr->beq", low_BER, self.core[index]).tanh()
             gate_BE = gate(x_BX).softmax(dim=1)
             # the gates sum to 1, so the experts' shared bias stays outside the mixture
             mixed_BX = torch.einsum("be,ber,exr->bx", gate_BE, low_BER, self.up[index])
-            x_BX = inputs_BX * (mixed_BX + self.bias[index]) + x_BX
+            bias_X = self.bias[index].to(mixed_BX.dtype)
+            x_BX = inputs_BX * (mixed_BX + bias_X) + x_BX
         return x_BX
 
 
@@ -249,7 +250,7 @@ class DLRM(nn.Module):
         vectors_BFD, known = embeddings_BFD, []
         if self.bottom is not None:
             known = [self.bottom(dense_B)]
-            vectors_BFD = torch.cat([known[0].unsqueeze(1), embeddings_BFD], dim=1)
+            vectors_BFD = torch.cat([known[0].unsqueeze(1), in_autocast(embeddings_BFD)], dim=1)
         if self.cross is None:
             features_BX = torch.cat([*known, dot_interaction(vectors_BFD)], dim=1)
         else:

@@ -112,12 +112,23 @@ class Inputs(NamedTuple):
         return [self.names.index(name) for name in features]
 
     def flatten(self, dense_B: Tensor | None, embeddings_BFD: Tensor) -> Tensor:
-        """Dense features and embeddings, concatenated, [B, width]."""
-        flat_BX = embeddings_BFD.flatten(1)
-        return flat_BX if dense_B is None else torch.cat([dense_B, flat_BX], dim=1)
+        """Dense features and embeddings, concatenated, [B, width]; under autocast in its dtype."""
+        flat_BX = in_autocast(embeddings_BFD.flatten(1))
+        return flat_BX if dense_B is None else torch.cat([in_autocast(dense_B), flat_BX], dim=1)
 
 
 Widths = Inputs | tuple[int, int, int]
+
+
+def in_autocast(inputs: Tensor) -> Tensor:
+    """In the dtype of autocast's products, where it is on.
+
+    Autocast casts for each product anew, and leaves a product times float32 inputs in float32.
+    """
+    device = inputs.device.type
+    if not torch.is_autocast_enabled(device):
+        return inputs
+    return inputs.to(torch.get_autocast_dtype(device))
 
 
 class MLP(nn.Sequential):

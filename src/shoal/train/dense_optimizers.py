@@ -111,9 +111,11 @@ def _as_argument(value: Any) -> Any:
 
 
 def _fuses(kind: str, weights: Sequence[nn.Parameter]) -> bool:
-    """Whether torch has a fused step: of Adagrad not for CUDA in every version served, and of
-    weights that FSDP2 splits for Adam only."""
+    """Whether torch has a fused step: of weights that FSDP2 splits for Adam only."""
     if any(isinstance(weight, DTensor) for weight in weights):
         return kind in ("adam", "adamw")
-    on_cpu = all(weight.is_cpu for weight in weights)
-    return kind in ("adam", "adamw", "sgd") or (kind == "adagrad" and on_cpu)
+    devices = {weight.device.type.upper() for weight in weights}
+    return kind in ("adam", "adamw", "sgd", "adagrad") and all(
+        torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::_fused_{kind}_", device)
+        for device in devices
+    )

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shoal.checkpoint import Contents
 from shoal.comm.collectives import Collectives
 from shoal.comm.transport import Secret
+from shoal.compiling import begin_step, check_compile, compiled, has_cuda_graphs
 from shoal.config.build import ModelParts, build_host_rows
 from shoal.config.tree import RunConfig
 from shoal.data import Batch
@@ -39,10 +40,15 @@ from shoal.table.spec import TableSpec
 from shoal.train.dense_optimizers import dense_optimizers
 from shoal.train.ranks import ALONE, Ranks
 from shoal.train.table_placement import planned, settled_placement
+from shoal.uncompiled import uncompiled
 
 
 class Scorer(nn.Module):
-    """Batch -> float32 outputs: the lookup, then the dense module in the run's precision."""
+    """Batch -> float32 outputs: the lookup, then the dense module in the run's precision.
+
+    `compile` is of training steps over whole batches. A smaller one, an evaluation and predictions
+    are eager: they compile nothing anew, and predict what an export of the run does.
+    """
 
     def __init__(
         self,
@@ -50,6 +56,7 @@ class Scorer(nn.Module):
         module: nn.Module,
         parts: ModelParts,
         config: RunConfig,
+        world_size: int = 1,
     ) -> None:
         super().__init__()
         self.tables = tables
@@ -58,16 +65,23 @@ class Scorer(nn.Module):
         self._device_type = torch.device(config.device).type
         self._dtype = AMP_DTYPES[config.amp]
         self._split = config.distributed.dense == "fsdp2"
+        self._outputs_of = compiled(outputs_of, config.compile)
+        self._graphed = has_cuda_graphs(config.compile)
+        self._whole = config.data.batch_size // (world_size * config.distributed.workers)
 
     def forward(self, batch: Batch) -> Tensor:
         rows = self.tables(batch.ids, event_time_s=batch.event_time_s)
         id_feature = self._id_feature if self.training else None
         rows |= inputs_of_ids(batch.ids, self._sequences, id_feature)
-        outputs = outputs_of(
+        compiles = self.training and batch.labels.shape[0] >= self._whole
+        if self._graphed:
+            begin_step()
+        outputs = (self._outputs_of if compiles else outputs_of)(
             self.module, batch.dense, rows, self._dtype, self._device_type, batch.negatives
         )
-        # FSDP2 hangs a hook on what comes out, which a change of a view in place would drop.
-        return outputs.clone() if self._split else outputs
+        # FSDP2 hangs a hook on what comes out, which a change of a view in place would drop; CUDA
+        # graphs use its memory again.
+        return outputs.clone() if self._split or self._graphed else outputs
 
 
 class Learner:
@@ -101,6 +115,7 @@ class Learner:
         previous: Callable[[], Plan | None] = lambda: None,
         rate_of: Callable[[float | Schedule], float | Schedule] = lambda rate: rate,
     ) -> None:
+        _check_compile(config)
         self.name = name
         self.predicted = Predicted(name, parts.tasks)
         self._objective = parts.spec.objective(parts.tasks)
@@ -221,7 +236,7 @@ class Learner:
             lone = config.data.quarantine is not None
             self.module = normalise_over_ranks(self.module, self._moments, lone=lone)
         return DistributedModelParallel(
-            Scorer(self.tables, self.module, parts, config),
+            Scorer(self.tables, self.module, parts, config, ranks.world_size),
             None
             if self.served
             else self.plan or settled_placement(config, tuple(self.tables.tables.values()), mesh),
@@ -233,6 +248,7 @@ class Learner:
             exchange_path=path,
         )
 
+    @uncompiled
     def _over_ranks(self, values: Tensor) -> Tensor:
         assert self._moments is not None
         (found,) = self._moments.all_reduce(values, "sum", what="items of a batch").wait()
@@ -368,6 +384,22 @@ class Learner:
     def row_bytes(self) -> int:
         """Resident bytes of all tables of this process's shard."""
         return sum(stats.bytes_total for stats in self.tables.shard.stats())
+
+
+def _check_compile(config: RunConfig) -> None:
+    check_compile(config.compile, torch.device(config.device))
+    keeps = {
+        f"accumulation={config.accumulation}": config.accumulation > 1,
+        "distributed.dense=fsdp2": config.distributed.dense == "fsdp2",
+    }
+    for setting, keeps_gradients in keeps.items():
+        if keeps_gradients and has_cuda_graphs(config.compile):
+            raise ConfigError(
+                f"compile with {setting}",
+                got=config.compile,
+                allowed="true, max-autotune-no-cudagraphs",
+                remedy="Set compile=true: CUDA graphs use the memory of gradients again.",
+            )
 
 
 def _connected(specs: Sequence[TableSpec], config: RunConfig) -> tuple[Discovery, ServerExchange]:

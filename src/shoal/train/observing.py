@@ -13,6 +13,7 @@ from shoal.config import RunConfig
 from shoal.distributed.metrics import AllToAllMetrics
 from shoal.errors import ConfigError
 from shoal.exchange.all_to_all import AllToAllExchange
+from shoal.table.cuda.mapped import mapped_bytes
 from shoal.train.learner import Learner
 from shoal.train.ranks import Ranks
 
@@ -108,7 +109,8 @@ class RunObserver:
 
 
 def _device_use(device: torch.device) -> dict[str, float]:
-    found = {"device/memory_bytes": float(torch.cuda.memory_allocated(device))}
+    used = torch.cuda.memory_allocated(device) + mapped_bytes(device)
+    found = {"device/memory_bytes": float(used)}
     try:
         found["device/utilisation"] = torch.cuda.utilization(device) / 100
     except (ModuleNotFoundError, RuntimeError):  # no NVML here, or one that does not answer

@@ -107,6 +107,7 @@ LATEST = "latest"
 _FREE = (
     "name",
     "device",
+    "compile",
     "host_rows",
     "threads",
     "profile",

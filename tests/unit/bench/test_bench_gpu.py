@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,14 +26,22 @@ ASKED = {
     "find and copy out, load 0.75, D=128": (2.1, 2.4),
     "insert new ids D=8": (2.0, 3.0),
     "insert new ids D=64": (2.0, 3.0),
-    "SGD step, 10 tables, 1.05 M ids, D=128": (0.96, 0.72),
-    "Adam step, 10 tables, 1.05 M ids, D=128": (1.30, 0.95),
+    "SGD step, 10 tables, 1.05 M ids, D=128": (0.90, 0.72),
+    "Adam step, 10 tables, 1.05 M ids, D=128": (1.15, 0.95),
+    "SGD step, 10 tables, through modules": (1.05, 0.96),
+    "Adam step, 10 tables, through modules": (1.35, 1.35),
+    "SGD step, 10 tables, through modules, host": (0.6, 0.6),
+    "Adam step, 10 tables, through modules, host": (0.6, 0.6),
+    "SGD step, 10 tables, through modules, backward in one thread": (1.05, 0.96),
+    "Adam step, 10 tables, through modules, backward in one thread": (1.35, 1.35),
+    "SGD step, 10 tables, through modules, backward in one thread, host": (0.6, 0.6),
+    "Adam step, 10 tables, through modules, backward in one thread, host": (0.6, 0.6),
     "SGD step, rows in host memory, no cache": (13.6, 10.0),
     "SGD step, rows in host memory, cache 0.8x": (4.8, 3.5),
     "5 % new ids at a full budget over none new": (1.5, 1.2),
-    "find after 10,000 steps of churn over fresh": (1.3, 1.1),
-    "find with half the ids missing over all there": (1.5, 1.2),
-    "p99/p50 of a step while growing": (4.0, 2.0),
+    "find after 10,000 steps of churn over fresh": (1.2, 1.1),
+    "find with half the ids missing over all there": (1.3, 1.2),
+    "p99/p50 of a step while growing": (3.0, 2.0),
     "index and metadata bytes a row at load 0.75": (37.0, 33.0),
 }
 POOLED = "Adam step, 26 tables, batch 65,536, pooled, D=64"
@@ -67,11 +76,37 @@ def test_the_plan_is_the_same_at_every_scale() -> None:
 @pytest.mark.slow
 def test_a_clock_numbers_its_calls() -> None:
     seen: list[int] = []
-    times = clock_gpu.Clock("cpu", 1 << 16).measure(seen.append, 6)
-    assert seen == list(range(clock_gpu.Clock.calls(6)))
-    assert (len(times.device), len(times.alone)) == (6, 2)
-    assert times.note("more").startswith("more; 6 calls: events ")
-    assert clock_gpu.Clock("cpu", 1 << 16).copy_bytes_per_s() > 0
+    clock = clock_gpu.Clock("cpu", 1 << 16)
+    times = clock.measure(seen.append, 6)
+    assert seen == list(range(clock.calls(6)))
+    assert (len(times.steps), len(times.host), len(times.alone)) == (6, 2, 2)
+    assert times.device_ms is None and times.note("more").startswith("more; 6 calls: ")
+    row = harness.as_row(harness.Case(name="a", unit="ms", peer="p"), times.row(times.ms))
+    assert (row["ours"], row["device_ms"], row["host_ms"]) == (times.ms, None, times.host_ms)
+    assert clock.copy_bytes_per_s() > 0
+
+
+@pytest.mark.gpu
+def test_time_of_the_device_has_no_launches_in_it() -> None:
+    source = torch.ones(1 << 24, device="cuda")
+
+    def slowly(_: int) -> None:
+        source.add_(1)
+        time.sleep(0.003)
+
+    times = clock_gpu.Clock("cuda", 1 << 16).measure(slowly, 6)
+    assert times.device_ms is not None
+    assert times.device_ms < 3 <= times.ms
+
+
+def test_times_have_columns_of_their_own() -> None:
+    case = harness.Case(name="a", unit="ms", peer="p")
+    rows = [harness.as_row(case, harness.Measured(ours=3.0, device_ms=0.25, host_ms=0.5))]
+    head, line = (text.split("  ") for text in harness.table_lines(rows))
+    assert {"device ms", "host ms"} <= {word.strip() for word in head}
+    assert {"0.25", "0.5"} <= {word.strip() for word in line}
+    plain = harness.table_lines([harness.as_row(case, harness.Measured(ours=3.0))])
+    assert "device ms" not in plain[0]
 
 
 def test_the_ids_are_those_of_the_other_bench() -> None:

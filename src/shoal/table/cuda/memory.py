@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.errors import OutOfDeviceMemory
 from shoal.ids import salt, to_signed
 from shoal.kernels import index
-from shoal.kernels.launch import retire, sent
+from shoal.kernels.launch import retire, sent, staged
 from shoal.kernels.tables import (
     BUCKET_BYTES,
     BUCKET_SLOTS,
@@ -49,6 +49,7 @@ from shoal.kernels.tables import (
 from shoal.table import native
 from shoal.table.cuda.calls import ShardTables
 from shoal.table.cuda.counters import CounterReader, Counts
+from shoal.table.cuda.mapped import RowMemory, row_memory
 
 PIECE_BYTES = 64 << 20
 _FIRST_PIECE_BYTES = 1 << 20
@@ -126,22 +127,17 @@ def _reason(error: RuntimeError) -> str:
 METADATA_BYTES = 20  # of a row: id, version, last-seen time, count
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ChunkBlock:
-    """One allocation of several chunks: bytes of weights and of state, metadata in arrays."""
+    """Memory of several chunks: addresses of all their weights, of their states, of their metadata
+    (ids, versions, times, counts, one array after the other), and what owns it if not a RowMemory.
+    """
 
-    weights: Tensor
-    state: Tensor
-    ids: Tensor
-    versions: Tensor
-    seen: Tensor
-    counts: Tensor
-
-    @property
-    def metadata_bytes(self) -> int:
-        """Bytes of everything but weights and state."""
-        parts = (self.ids, self.versions, self.seen, self.counts)
-        return sum(part.numel() * part.element_size() for part in parts)
+    rows: int
+    weights: int
+    state: int
+    metadata: int
+    owned: tuple[Tensor, ...] = ()
 
 
 def chunks_for(present: int, rows: int, target: int) -> list[int]:
@@ -161,34 +157,32 @@ def chunks_for(present: int, rows: int, target: int) -> list[int]:
 
 
 def new_block(
-    form: RowForm, sizes: Sequence[int], device: torch.device, host: PageLocked | None
+    form: RowForm, rows: int, device: torch.device, own: RowMemory | None, host: PageLocked | None
 ) -> ChunkBlock:
-    """Allocate chunks; contents are whatever was there.
+    """Allocate chunks of so many rows; contents are whatever was there.
 
-    host: where weights and state come from if not from the device.
+    Args:
+        own: where they come from; None: torch's allocator.
+        host: where weights and state come from if not from the device.
 
     Raises:
         torch.OutOfMemoryError: no room on the device.
         OutOfDeviceMemory: no more pinned host memory.
     """
-    rows = sum(sizes)
-
-    def large(row_bytes: int) -> Tensor:
-        if host is not None:
-            return host.take(rows * row_bytes)
-        return torch.empty(rows * row_bytes, dtype=torch.uint8, device=device)
-
-    def words(dtype: torch.dtype) -> Tensor:
-        return torch.empty(rows, dtype=dtype, device=device)
-
-    return ChunkBlock(
-        large(form.weight_bytes),
-        large(form.state_bytes),
-        words(torch.int64),
-        words(torch.int32),
-        words(torch.int32),
-        words(torch.int32),
-    )
+    sizes = [rows * form.weight_bytes, rows * form.state_bytes, rows * METADATA_BYTES]
+    if host is not None:
+        parts = [host.take(size) for size in sizes[:2]]
+        parts.append(torch.empty(sizes[2], dtype=torch.uint8, device=device))
+        weights, state, metadata = (part.data_ptr() for part in parts)
+        return ChunkBlock(rows, weights, state, metadata, tuple(parts))
+    owned: tuple[Tensor, ...] = ()
+    if own is not None:
+        weights = own.take(sum(sizes))
+    else:
+        owned = (torch.empty(sum(sizes), dtype=torch.uint8, device=device),)
+        weights = owned[0].data_ptr()
+    state = weights + sizes[0]
+    return ChunkBlock(rows, weights, state, state + sizes[1], owned)
 
 
 def chunk_columns(
@@ -197,12 +191,12 @@ def chunk_columns(
     """The columns of `ShardLayout.chunks_WC` for the chunks of a block."""
     starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
     columns = np.zeros((CHUNK_WORDS, len(sizes)), dtype=np.int64)
-    columns[CHUNK_WEIGHTS] = block.weights.data_ptr() + starts * form.weight_bytes
-    columns[CHUNK_STATE] = block.state.data_ptr() + starts * form.state_bytes
-    columns[CHUNK_IDS] = block.ids.data_ptr() + starts * 8
-    columns[CHUNK_VERSIONS] = block.versions.data_ptr() + starts * 4
-    columns[CHUNK_SEEN] = block.seen.data_ptr() + starts * 4
-    columns[CHUNK_COUNTS] = block.counts.data_ptr() + starts * 4
+    columns[CHUNK_WEIGHTS] = block.weights + starts * form.weight_bytes
+    columns[CHUNK_STATE] = block.state + starts * form.state_bytes
+    at = block.metadata
+    for word, size in ((CHUNK_IDS, 8), (CHUNK_VERSIONS, 4), (CHUNK_SEEN, 4), (CHUNK_COUNTS, 4)):
+        columns[word] = at + starts * size
+        at += block.rows * size
     columns[CHUNK_TABLE] = table
     columns[CHUNK_CAPACITY] = sizes
     return columns
@@ -214,7 +208,7 @@ _FIRST_SLOTS = 64
 class TableMemory:
     """What one table has allocated."""
 
-    __slots__ = ("blocks", "chunks", "directory", "entries", "form", "free_list", "rows", "slots")
+    __slots__ = ("chunks", "directory", "entries", "form", "free_list", "owned", "rows", "slots")
 
     def __init__(self, form: RowForm, device: torch.device) -> None:
         self.form = form
@@ -222,7 +216,7 @@ class TableMemory:
         self.entries: Tensor = index.new_entries(_FIRST_SLOTS, device)
         self.directory: Tensor = torch.zeros(1, dtype=torch.int32, device=device)
         self.free_list: Tensor = torch.zeros(1, dtype=torch.int32, device=device)
-        self.blocks: list[ChunkBlock] = []
+        self.owned: list[Tensor] = []  # memory of chunks that is not the shard's RowMemory
         self.chunks: list[int] = []
         self.rows = 0  # that its chunks have room for
 
@@ -252,7 +246,8 @@ class Growth:
 class AllocatedGrowth:
     """A growth, the number of its first chunk, and what was allocated for it.
 
-    blocks: each with the sizes of its chunks, in their order.
+    blocks: each with the sizes of its chunks, in their order; directory: a longer one, where the
+    table's has no room for them.
     """
 
     growth: Growth
@@ -280,7 +275,7 @@ _SOFT_SHARE = (3, 4)
 _FRESH_SHARE = (5, 8)  # of slots, right after a rebuild at most: else the next is soon due again
 _NO_LIMIT = 1 << 31
 _GROWTH = 16  # a table grows by one such part of its rows at least
-_GROWTH_BYTES = 16 << 20  # at most: a step waits while the driver maps what a table grows by
+_GROWTH_BYTES = 16 << 20  # at most: no part of a step may be long
 MOST_CHUNKS = 1 << (31 - CHUNK_BITS)  # a handle is an int32 that is not negative
 
 
@@ -302,12 +297,13 @@ class DeviceMemory:
         device = self.device = tables.device
         specs, forms, form_of = tables.specs, tables.forms, tables.form_of
         self._host = PageLocked(device) if host_rows else None
+        self._own = None if host_rows else row_memory(device)
         self._tables = [TableMemory(forms[form], device) for form in form_of]
         limits = [_NO_LIMIT if spec.capacity_rows is None else spec.capacity_rows for spec in specs]
         self._given_K: Counts = np.minimum(np.array(limits, dtype=np.int64), _NO_LIMIT)
         self._limits_K: Counts = self._given_K
         self._lines_KT = np.zeros((len(specs), TABLE_WORDS), dtype=np.int64)
-        self._columns_WC = np.zeros((CHUNK_WORDS, 64), dtype=np.int64)
+        self._columns_WC: Counts = np.zeros((CHUNK_WORDS, 64), dtype=np.int64)
         self._chunks = 0
         for k, spec in enumerate(specs):
             form, line = forms[form_of[k]], self._lines_KT[k]
@@ -362,16 +358,34 @@ class DeviceMemory:
         """
         more, first = columns_WC.shape[1], self._chunks
         self._check_chunks(more)
-        wide = self._columns_WC.shape[1]
-        while wide < first + more:
-            wide *= 2
-        wider_WC = np.zeros((CHUNK_WORDS, wide), dtype=np.int64)
-        wider_WC[:, :first] = self._columns_WC[:, :first]
-        wider_WC[:, first : first + more] = columns_WC
-        sent_WC = sent(torch.from_numpy(wider_WC), self.device)
-        self._columns_WC, self._chunks = wider_WC, first + more
-        self._show(self._lines_KT, self.layout.tables_KT, sent_WC)
+        wider_WC = self._wider(more)
+        self._append(columns_WC, sent(torch.from_numpy(columns_WC.copy()), self.device), wider_WC)
         return first
+
+    def _wider(self, more: int) -> Tensor | None:
+        """Memory for the columns of all chunks and so many more; None where there is room."""
+        last, wide = self._chunks + more, self._columns_WC.shape[1]
+        if last <= wide:
+            return None
+        wide = max(2 * wide, _power(last))
+        return torch.zeros(CHUNK_WORDS, wide, dtype=torch.int64, device=self.device)
+
+    def _append(self, columns_WC: Counts, sent_WC: Tensor, wider_WC: Tensor | None) -> None:
+        """Have kernels see further chunks; allocates nothing on the device.
+
+        Columns that are there stay as they are: another stream may be reading them.
+        """
+        first, last = self._chunks, self._chunks + columns_WC.shape[1]
+        if wider_WC is not None:
+            layout, host_WC = self.layout, np.zeros(wider_WC.shape, dtype=np.int64)
+            host_WC[:, :first] = self._columns_WC[:, :first]
+            wider_WC[:, :first] = layout.chunks_WC[:, :first]
+            retire(layout.chunks_WC)
+            self._columns_WC = host_WC
+            self.layout = ShardLayout(layout.tables_KT, layout.counters_KC, wider_WC)
+        self._columns_WC[:, first:last] = columns_WC
+        self.layout.chunks_WC[:, first:last] = sent_WC
+        self._chunks = last
 
     def reserve(self, new_K: Counts) -> None:
         """Make sure that `new_K` more ids of each table can be inserted, and count them.
@@ -386,6 +400,8 @@ class DeviceMemory:
             # left under way: the device has those to do.
             counters.wait(but=2)
             if not self._roomy(new_K):
+                if self._own is not None:
+                    self._own.look_ahead()
                 self._make_room(counters.rows_bound_K + new_K, new_K)
         counters.launched_K += new_K
 
@@ -422,24 +438,39 @@ class DeviceMemory:
         growths = self._growths(rows_K, least=least)
         if not growths:
             return
-        self._check_chunks(sum(len(growth.sizes) for growth in growths))
+        more = sum(len(growth.sizes) for growth in growths)
+        self._check_chunks(more)
+        used = 0 if self._own is None else self._own.used
+        try:
+            parts = self._allocated_all(growths)
+            columns_WC, lines_KT = self._columns_of(parts), self._lines_with(parts)
+            numbers = np.arange(self._chunks, self._chunks + more)
+            words = [lines_KT.reshape(-1), columns_WC.reshape(-1), numbers]
+            on_device = staged(np.concatenate(words), self.device)
+            wider_WC = self._wider(more)
+        except Exception:
+            if self._own is not None:
+                self._own.take_back(used)
+            raise
+        staged_KT, sent_WC, numbers_C = torch.split(on_device, [part.size for part in words])
+        old = [self._tables[part.growth.table].entries for part in parts]
+        for part in parts:
+            at = part.first - self._chunks
+            self._take(part, numbers_C[at : at + len(part.growth.sizes)])
+        self._append(columns_WC, sent_WC.view(CHUNK_WORDS, more), wider_WC)
+        for entries, part in zip(old, parts, strict=True):
+            if part.entries is not None:
+                self._move_index(part.growth.table, entries, part.entries)
+        retire(*old)
+        self._show(lines_KT, staged_KT.view(lines_KT.shape))
+
+    def _allocated_all(self, growths: Sequence[Growth]) -> list[AllocatedGrowth]:
+        """Everything on the device that growths need."""
         parts, first = [], self._chunks
         for growth in growths:
             parts.append(self._allocated(growth, first))
             first += len(growth.sizes)
-        columns_WC = self._columns_with(parts)
-        sent_WC = sent(torch.from_numpy(columns_WC), self.device)
-        lines_KT = self._lines_with(parts)
-        staged_KT = _staged(lines_KT, self.device)
-        old = [self._tables[part.growth.table].entries for part in parts]
-        self._columns_WC, self._chunks = columns_WC, first
-        for part in parts:
-            self._take(part)
-        for entries, part in zip(old, parts, strict=True):
-            if part.entries is not None:
-                self._move_index(part.growth.table, entries, part.entries)
-        retire(self.layout.chunks_WC, *old)
-        self._show(lines_KT, staged_KT, sent_WC)
+        return parts
 
     def _growths(self, rows_K: Counts, *, least: bool) -> list[Growth]:
         """What tables lack for so many rows."""
@@ -480,15 +511,15 @@ class DeviceMemory:
         )
 
     def _allocated(self, growth: Growth, first: int) -> AllocatedGrowth:
-        """Everything on the device that a growth needs; its chunks are numbered from `first`."""
+        """What one growth needs; its chunks are numbered from `first`."""
         table, form, directory = self._tables[growth.table], growth.form, None
         blocks = tuple(
-            (new_block(form, sizes, self.device, self._host), sizes)
+            (new_block(form, sum(sizes), self.device, self._own, self._host), sizes)
             for sizes in self._groups_of(growth)
         )
-        if growth.sizes:
-            numbers = [*table.chunks, *range(first, first + len(growth.sizes))]
-            directory = sent(torch.tensor(numbers, dtype=torch.int32, device="cpu"), self.device)
+        last = len(table.chunks) + len(growth.sizes)
+        if last > table.directory.numel():
+            directory = torch.zeros(_power(last), dtype=torch.int32, device=self.device)
         entries = index.new_entries(growth.slots, self.device) if growth.slots else None
         return AllocatedGrowth(growth, first, blocks, directory, entries)
 
@@ -501,20 +532,13 @@ class DeviceMemory:
         row_bytes = max(growth.form.weight_bytes, growth.form.state_bytes)
         return [tuple(sizes) for sizes in grouped(growth.sizes, row_bytes)]
 
-    def _columns_with(self, parts: Sequence[AllocatedGrowth]) -> Counts:
-        last = max(part.first + len(part.growth.sizes) for part in parts)
-        wide = self._columns_WC.shape[1]
-        while wide < last:
-            wide *= 2
-        columns_WC = np.zeros((CHUNK_WORDS, wide), dtype=np.int64)
-        columns_WC[:, : self._chunks] = self._columns_WC[:, : self._chunks]
-        for part in parts:
-            growth, at = part.growth, part.first
-            for block, sizes in part.blocks:
-                columns = chunk_columns(block, sizes, growth.form, growth.table)
-                columns_WC[:, at : at + len(sizes)] = columns
-                at += len(sizes)
-        return columns_WC
+    def _columns_of(self, parts: Sequence[AllocatedGrowth]) -> Counts:
+        columns = [
+            chunk_columns(block, sizes, part.growth.form, part.growth.table)
+            for part in parts
+            for block, sizes in part.blocks
+        ]
+        return np.concatenate([np.zeros((CHUNK_WORDS, 0), dtype=np.int64), *columns], axis=1)
 
     def _lines_with(self, parts: Sequence[AllocatedGrowth]) -> Counts:
         lines_KT = self._lines_KT.copy()
@@ -527,14 +551,19 @@ class DeviceMemory:
                 line[TABLE_MASK] = part.growth.slots - 1
         return lines_KT
 
-    def _take(self, part: AllocatedGrowth) -> None:
+    def _take(self, part: AllocatedGrowth, numbers_C: Tensor) -> None:
+        """Give a table what was allocated; numbers_C: of its chunks, on the device."""
         table, growth = self._tables[part.growth.table], part.growth
+        present = len(table.chunks)
         if part.directory is not None:
+            part.directory[:present] = table.directory[:present]
             retire(table.directory)
-            table.blocks.extend(block for block, _ in part.blocks)
+            table.directory = part.directory
+        if growth.sizes:
+            table.owned.extend(tensor for block, _ in part.blocks for tensor in block.owned)
             table.chunks.extend(range(part.first, part.first + len(growth.sizes)))
             table.rows += sum(growth.sizes)
-            table.directory = part.directory
+            table.directory[present : len(table.chunks)] = numbers_C
         if part.entries is not None:
             table.entries, table.slots = part.entries, growth.slots
 
@@ -543,17 +572,14 @@ class DeviceMemory:
         self.layout.counters_KC[k, COUNT_ERASED].zero_()
         self.counters.rebuilt(k)
 
-    def _show(self, lines_KT: Counts, staged_KT: Tensor, columns_WC: Tensor | None = None) -> None:
-        """Have kernels see new lines, and columns of chunks; allocates nothing on the device."""
+    def _show(self, lines_KT: Counts, staged_KT: Tensor) -> None:
+        """Have kernels see new lines; allocates nothing on the device."""
         self._lines_KT = lines_KT
         self._slots_K: Counts = np.array([table.slots for table in self._tables], dtype=np.int64)
         self._room_K: Counts = np.array([table.rows for table in self._tables], dtype=np.int64)
         self._hard_K: Counts = self._slots_K * _HARD_SHARE[0] // _HARD_SHARE[1]
         self._soft_K: Counts = self._slots_K * _SOFT_SHARE[0] // _SOFT_SHARE[1]
-        layout = self.layout
-        layout.tables_KT.copy_(staged_KT, non_blocking=True)
-        if columns_WC is not None:
-            self.layout = ShardLayout(layout.tables_KT, layout.counters_KC, columns_WC)
+        self.layout.tables_KT.copy_(staged_KT, non_blocking=True)
 
     def make_free_lists(self, tables: Sequence[int]) -> None:
         """Make the free lists of these tables long enough for all their rows; before an erase.
@@ -600,12 +626,9 @@ class DeviceMemory:
     def bytes_of(self, k: int) -> tuple[int, int, int, int]:
         """Bytes a table has allocated: weights, state, metadata, index."""
         table = self._tables[k]
-        return (
-            sum(block.weights.numel() for block in table.blocks),
-            sum(block.state.numel() for block in table.blocks),
-            sum(block.metadata_bytes for block in table.blocks),
-            table.index_bytes,
-        )
+        rows, form = table.rows, table.form
+        parts = rows * form.weight_bytes, rows * form.state_bytes, rows * METADATA_BYTES
+        return (*parts, table.index_bytes)
 
 
 def _staged(lines_KT: Counts, device: torch.device) -> Tensor:
