@@ -89,8 +89,9 @@ class PuzzleModel(nn.Module):
                 given.append(self.table(carry.puzzle_ids_B))
         loss, *rest = self.segment(*given)
         (z_H, z_L, steps, halted), sums, answers = tree_map(Tensor.detach, rest)
+        logits, q_halt, q_continue = answers
         carry = dataclasses.replace(carry, z_H_BTD=z_H, z_L_BTD=z_L, steps_B=steps, halted_B=halted)
-        return loss, carry, sums, Outputs(*answers, None)
+        return loss, carry, sums, Outputs(logits, q_halt, q_continue, None)
 
 
 class Learner:

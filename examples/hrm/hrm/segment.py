@@ -69,4 +69,4 @@ class Segment(nn.Module):
             given.append(
                 torch.zeros(slots, config.puzzle_dim, device=device, requires_grad=row_grads)
             )
-        torch.cuda.make_graphed_callables(self, tuple(given))  # type: ignore[arg-type]
+        torch.cuda.make_graphed_callables(self, tuple(given))
