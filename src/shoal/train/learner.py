@@ -59,12 +59,18 @@ class Scorer(nn.Module):
         self._dtype = AMP_DTYPES[config.amp]
         self._split = config.distributed.dense == "fsdp2"
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch, *, vectors: bool = False) -> Tensor:
         rows = self.tables(batch.ids, event_time_s=batch.event_time_s)
         id_feature = self._id_feature if self.training else None
         rows |= inputs_of_ids(batch.ids, self._sequences, id_feature)
         outputs = outputs_of(
-            self.module, batch.dense, rows, self._dtype, self._device_type, batch.negatives
+            self.module,
+            batch.dense,
+            rows,
+            self._dtype,
+            self._device_type,
+            batch.negatives,
+            vectors=vectors,
         )
         # FSDP2 hangs a hook on what comes out, which a change of a view in place would drop.
         return outputs.clone() if self._split else outputs
@@ -287,6 +293,13 @@ class Learner:
         self.model.eval()
         with torch.inference_mode():
             return self._objective.logits(self.model(self._moved(batch))).sigmoid()
+
+    def vectors(self, batch: Batch) -> Tensor:
+        """Vectors of users and of items [2, B, E], float32, on the run's device; as `predict`."""
+        self.model.eval()
+        with torch.inference_mode():
+            found: Tensor = self.model(self._moved(batch), vectors=True)
+            return found
 
     def state(self) -> dict[str, Any]:
         """What training continues from, next to rows, dense weights and the dense optimizer."""
