@@ -411,6 +411,7 @@ def main() -> int:
     parser.add_argument("--days", type=int, default=10)
     parser.add_argument("--day-s", type=float, default=10.0)
     arguments = parser.parse_args()
+    torch.set_num_threads(1)  # servers and the trainer need the cores
     out = arguments.out / time.strftime("%Y%m%d-%H%M%S")
     out.mkdir(parents=True)
     demo = Demo(out, arguments.stream, arguments.days, arguments.day_s)
