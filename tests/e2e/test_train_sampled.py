@@ -129,3 +129,29 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         trained(twin, tmp_path, changes)
+
+
+@pytest.mark.parametrize("loss", ["sampled", "softmax"])
+def test_hstu_trains_on_sampled_next_items(tmp_path: Path, loss: str) -> None:
+    train_file, _ = write_like("taobao", 1500, tmp_path)
+    targets = ["adgroup_id", "cate_id", "brand"]
+    ads = pq.read_table(train_file, columns=targets).group_by("adgroup_id")
+    first = ads.aggregate([("cate_id", "min"), ("brand", "min")])
+    pq.write_table(first.rename_columns(targets), tmp_path / "items.parquet")
+    changes = [
+        f"data.source.paths=['{tmp_path / 'train.parquet'}']",
+        f"data.source.eval_paths=['{tmp_path / 'eval.parquet'}']",
+        f"+data.sampler={{items: '{tmp_path / 'items.parquet'}', id: adgroup_id,"
+        " attributes: [cate_id, brand], count: 32}",
+        "model.head=next_item",
+        f"+model.loss={loss}",
+        "eval.retrieval={k: [5, 20]}",
+        "baselines=[base_rate]",
+        "data.batch_size=64",
+        "threads=1",
+        f"output.dir='{tmp_path}'",
+    ]
+    run = config.load(EXAMPLE.with_name("hstu_taobao.yaml"), changes, environment={})
+    figures = train.run(run, console=Console(quiet=True)).metrics["hstu"]
+    assert math.isfinite(figures["log_loss"])
+    assert 0 < figures["hit_rate@5"] <= figures["hit_rate@20"] <= 1
