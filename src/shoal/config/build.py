@@ -44,8 +44,10 @@ from shoal.data import (
     flights,
     split_by_time,
 )
+from shoal.data.catalog import Catalog
+from shoal.data.item_tree import ItemTree
 from shoal.data.sampler_service import shared_sampler
-from shoal.data.samplers import Sampling
+from shoal.data.samplers import Sampling, read_items
 from shoal.embedding.combiners import Combiner, FirstN, ReduceMean, ReduceSum
 from shoal.embedding.layouts import Feature, Layout, LayoutSlice
 from shoal.errors import ConfigError, unknown_name
@@ -130,7 +132,7 @@ def _check_model(config: RunConfig, tasks: Sequence[Task]) -> None:
 
     Raises:
         ConfigError: settings of a label that it does not predict, or of one whose loss is a
-            softmax; a list in place of an item's one id.
+            softmax; a list in place of an item's one id; a softmax over nodes of a tree.
     """
     model, source = config.model, config.data.source
     softmax = isinstance(model.objective(tuple(tasks)), InBatchSoftmax)
@@ -143,6 +145,9 @@ def _check_model(config: RunConfig, tasks: Sequence[Task]) -> None:
     if softmax and getattr(source, "sample_rate", None) is not None:
         allowed, remedy = "none: its negatives are other items of a batch", "Leave it out."
         raise ConfigError(f"sample_rate of model {model.kind}", "one", allowed, remedy)
+    if softmax and config.data.tree is not None:
+        allowed, remedy = "a model with a loss for each example", "Leave data.tree out."
+        raise ConfigError("model that data.tree gives nodes to", model.kind, allowed, remedy)
     own = source.ids.get(model.id_feature or "") if isinstance(source, TableSource) else None
     if own is not None and own.is_list:
         got, remedy = f"the list {model.id_feature!r}", "Set model.item_id, or another target."
@@ -310,6 +315,7 @@ class RunData:
         num_dense: dense columns.
         train, evaluation: batches; may be iterated more than once.
         quarantine: where rows and files go that cannot be used; None: they are errors.
+        catalog: items that those of evaluation examples are ranked among; None: they are not.
     """
 
     features: tuple[str, ...]
@@ -317,6 +323,7 @@ class RunData:
     train: Loader | StreamLoader
     evaluation: Loader
     quarantine: Quarantine | None = None
+    catalog: Catalog | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +367,8 @@ def open_data(
         share: this rank's part of each batch; None: all of it, but of training batches this
             worker's part if it is one of several.
         collectives: of all ranks, which then share servers if data.sampler says so.
-        samples: training batches have the items of data.sampler; else nothing of it is opened.
+        samples: training batches have the items of data.sampler, or nodes of data.tree; else
+            nothing of a sampler is opened, and of a tree what eval.retrieval needs.
 
     Raises:
         ConfigError: nothing says what to evaluate on, or two settings do; batches of one example
@@ -390,10 +398,12 @@ def open_data(
         )
     # Workers without a process group normalise over their own examples.
     least = 2 * workers if normalises else workers
+    for name, own in (("sampler", settings.sampler), ("tree", settings.tree)):
+        if own is not None and not isinstance(training, Source):
+            remedy = f"Leave data.{name} out."
+            raise ConfigError(f"data.{name}", "a stream", "examples of files", remedy)
+    tree = _item_tree(config) if samples or config.eval.retrieval is not None else None
     if not isinstance(training, Source):
-        if settings.sampler is not None:
-            remedy = "Leave data.sampler out."
-            raise ConfigError("data.sampler", "a stream", "examples of files", remedy)
         train: Loader | StreamLoader = stream_loader(config, training, share, training_share, least)
     else:
         train = Loader(
@@ -411,6 +421,7 @@ def open_data(
             least=least,
             short=settings.last_batch,
             sampler=_sampler(config, collectives) if samples else None,
+            tree=tree if samples else None,
         )
     return RunData(
         features=training.features,
@@ -424,6 +435,7 @@ def open_data(
             pin_memory=pins,
         ),
         quarantine=quarantine,
+        catalog=_catalog(config, tree),
     )
 
 
@@ -465,13 +477,51 @@ def _sampler(config: RunConfig, collectives: Collectives | None) -> Sampling | N
     settings, source = config.data.sampler, config.data.source
     if settings is None:
         return None
-    if not isinstance(source, FileSource):
-        remedy = "Leave data.sampler out."
-        raise ConfigError("data.source with data.sampler", source.kind, "parquet, csv", remedy)
-    opener = partial(Sampler.open, settings, _recipe(source), seed=config.seed)
+    opener = partial(Sampler.open, settings, _items_recipe(source), seed=config.seed)
     if settings.shared and collectives is not None:
         return shared_sampler(opener, settings, collectives)
     return opener()
+
+
+def _items_recipe(source: tree.SourceSettings) -> Recipe:
+    """What makes features of items as those of examples are made."""
+    if not isinstance(source, TableSource):
+        remedy = "Leave data.sampler, data.tree and eval.retrieval out."
+        raise ConfigError("data.source of items", source.kind, "files, kafka", remedy)
+    return _recipe(source)
+
+
+def _item_tree(config: RunConfig) -> ItemTree | None:
+    settings = config.data.tree
+    if settings is None:
+        return None
+    if config.data.sampler is not None:
+        remedy = "Leave one of them out."
+        raise ConfigError("data.tree", "data.sampler, too", "one of them", remedy)
+    return ItemTree.open(settings, _items_recipe(config.data.source), seed=config.seed)
+
+
+def _catalog(config: RunConfig, item_tree: ItemTree | None) -> Catalog | None:
+    """The items that eval.retrieval ranks.
+
+    Raises:
+        ConfigError: no file of them, or a model without a vector of each.
+    """
+    settings, names = config.eval.retrieval, config.model.item_features
+    if settings is None:
+        return None
+    if item_tree is not None:
+        return Catalog(settings, item_tree, item_tree.id)
+    sampler = config.data.sampler
+    path = settings.items or (sampler.items if sampler else None)
+    if path is None or not names:
+        got = f"model {config.model.kind}" if path else "no file of items"
+        allowed = "data.tree, or a file of items and two_tower, or hstu with head: next_item"
+        raise ConfigError(
+            "eval.retrieval", got, allowed, "Set eval.retrieval.items, or leave it out."
+        )
+    items, _, _ = read_items(path, _items_recipe(config.data.source), names, None)
+    return Catalog(settings, items, names[0])
 
 
 def _recipe(settings: TableSource) -> Recipe:

@@ -34,6 +34,8 @@ class Batch:
         places: of a stream: where this rank's partitions continue after it.
         rates: float32 [B], with which chance an example like this one was kept if it is a
             negative (`shoal.models.tasks.sampled_logits`); None: all were.
+        pauses: no batch of examples: a stream is silent, and what came before is to be trained
+            and saved first.
     """
 
     ids: KeyedRagged
@@ -48,6 +50,7 @@ class Batch:
     negatives: Negatives | None = None
     places: Mapping[str, tuple[int, int]] | None = None
     rates: Tensor | None = None
+    pauses: bool = False
 
     @property
     def labels_BT(self) -> Tensor:

@@ -374,7 +374,8 @@ def predict(
     Raises:
         ShoalError: no trained run there, wrong settings or data, or a file that cannot be written.
     """
-    with _trained(run, overrides, console) as (folder, opened), opened.learners[0].averaged():
+    no_items = [*overrides, "eval.retrieval=null"]
+    with _trained(run, no_items, console) as (folder, opened), opened.learners[0].averaged():
         file = folder.predictions if out is None else out
         batches = opened.data.evaluation
         progress = opened.progress("predict", batches.examples)
@@ -447,7 +448,8 @@ def _train(
         course = Course(config, run_state, saver, evaluate, folder)
     # A pipeline has begun with later batches, and waits for them in a thread of its own.
     told = waits if staleness is None else None
-    with old_objects_set_aside(), saver, streaming(data.train, run_state, ranks, told):
+    streamed = streaming(data.train, run_state, ranks, told, saver.wants_pause)
+    with old_objects_set_aside(), saver, streamed:
         train(
             run_state,
             data.train.batches(run_state.position),
@@ -475,12 +477,9 @@ def _evaluate_on_the_way(
     main, batches = opened.learners[0], opened.data.evaluation
     run_state.ended()
     silent = ProgressLine(Console(quiet=True), "evaluate", batches.examples)
-    results = evaluate_all([main], batches, silent, opened.ranks)
+    results = evaluate_all([main], batches, silent, opened.ranks, opened.data.catalog)
     main.model.train()
-    sheets = {
-        name: {k: v for k, v in summary.figures(result).items() if k in summary.SHOWN}
-        for name, result in results.items()
-    }
+    sheets = {name: summary.shown(summary.figures(one)) for name, one in results.items()}
     named = [(f"eval/{k}/{name}", v) for name, sheet in sheets.items() for k, v in sheet.items()]
     sink.write(run_state.steps, dict(named))
     for name, sheet in sheets.items():
@@ -497,7 +496,7 @@ def _evaluate(
     """Evaluate the models and print the table of metrics; (results, figures) by model."""
     batches = opened.data.evaluation
     progress = opened.progress("evaluate", batches.examples)
-    results = evaluate_all(opened.learners, batches, progress, opened.ranks)
+    results = evaluate_all(opened.learners, batches, progress, opened.ranks, opened.data.catalog)
     metrics = {name: summary.figures(result) for name, result in results.items()}
     first = next(iter(results.values()))
     if BASE_RATE in opened.config.baselines:
@@ -514,10 +513,9 @@ def _evaluate_run(
     config, recorder = opened.config, run_state.recorder
     results, metrics = _evaluate(opened, recorder.base_rate)
     scalars = {
-        f"eval/{figure}/{name}": sheet[figure]
+        f"eval/{figure}/{name}": value
         for name, sheet in metrics.items()
-        for figure in summary.SHOWN
-        if figure in sheet
+        for figure, value in summary.shown(sheet).items()
     }
     sinks.write(run_state.steps, scalars)
     result = RunResult(
