@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -114,6 +115,16 @@ main()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == Exit.CRASH
     assert "never meant to be" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", ["--help", "examples", "train -h"])
+def test_who_stops_reading_breaks_nothing(arguments: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "shoal.cli", *arguments.split()]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (Exit.DONE, "")
 
 
 def test_the_page_has_every_exit_code() -> None:
