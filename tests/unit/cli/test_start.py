@@ -48,6 +48,22 @@ assert not heavy, heavy
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
+def test_training_on_a_cpu_needs_no_triton(tmp_path: Path) -> None:
+    source = "{kind: synthetic, examples: 64, eval_examples: 64}"
+    (tmp_path / "run.yaml").write_text(f"data: {{source: {source}}}\n")
+    code = """
+import sys
+sys.modules["triton"] = None  # as where it is not installed
+from shoal.cli import main
+sys.argv = ["shoal", "train", "run.yaml"]
+main()
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_package_that_nobody_used_has_its_names() -> None:
     code = "import shoal, sys; assert 'torch' not in sys.modules; shoal.rules.optimizers.Adam"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
