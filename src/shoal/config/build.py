@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from fnmatch import fnmatchcase
 from functools import partial
@@ -45,6 +45,7 @@ from shoal.data import (
     split_by_time,
 )
 from shoal.data.catalog import Catalog
+from shoal.data.columns import check_present
 from shoal.data.item_tree import ItemTree
 from shoal.data.sampler_service import shared_sampler
 from shoal.data.samplers import Sampling, read_items
@@ -359,6 +360,7 @@ def open_data(
     collectives: Collectives | None = None,
     *,
     samples: bool = True,
+    keys: Sequence[str] | None = None,
 ) -> RunData:
     """Open a run's source and divide it into training and evaluation.
 
@@ -369,24 +371,28 @@ def open_data(
         collectives: of all ranks, which then share servers if data.sampler says so.
         samples: training batches have the items of data.sampler, or nodes of data.tree; else
             nothing of a sampler is opened, and of a tree what eval.retrieval needs.
+        keys: to predict: evaluation examples need no labels and have these columns as
+            `Batch.keys`; files of their own alone are opened. None: to evaluate.
 
     Raises:
         ConfigError: nothing says what to evaluate on, or two settings do; batches of one example
             with batch normalisation; a replay without event times; epochs or shuffling of a
             stream.
         DataError: a file that is missing, empty or malformed, or no examples on one side.
+        DataError: a key that is no column.
     """
     settings = config.data
     quarantine = None
     if settings.quarantine is not None:
         rank = share.rank if share else config.distributed.worker
         quarantine = Quarantine(**settings.quarantine.model_dump(), rank=rank)
-    training, evaluation = _sides(config, quarantine)
+    training, evaluation = _sides(config, quarantine, keys)
     since = None if settings.replay is None else settings.replay.since
-    training = replayed(config, training, None if since is None else _seconds(since))
+    if keys is None:
+        training = replayed(config, training, None if since is None else _seconds(since))
     pins = resolve_device(config.device).startswith("cuda")
     # Of one value there is no variance.
-    normalises = getattr(config.model, "batch_norm", False)
+    normalises = keys is None and getattr(config.model, "batch_norm", False)
     workers = config.distributed.workers
     training_share = RankShare(config.distributed.worker, workers) if workers > 1 else share
     if normalises and settings.batch_size == 1:
@@ -439,13 +445,21 @@ def open_data(
     )
 
 
-def _sides(config: RunConfig, quarantine: Quarantine | None) -> tuple[Source | Feed, Source]:
+def _sides(
+    config: RunConfig, quarantine: Quarantine | None, keys: Sequence[str] | None
+) -> tuple[Source | Feed, Source]:
     source, at_s = config.data.source, _split_s(config)
     if isinstance(source, SyntheticSource):
+        check_present(keys or (), (), "made-up examples", "--key")
         return _synthetic(source, config.seed)
     if isinstance(source, FlightsSource):
         from_s = flights.SPLIT_S if at_s is None else at_s
-        return split_by_time(flights.load(fit_before_s=from_s).examples, from_s)
+        loaded = flights.load(fit_before_s=from_s)
+        examples = loaded.examples
+        if keys:
+            check_present(keys, loaded.table.column_names, "the flights", "--key")
+            examples = examples.with_keys(loaded.table.select(keys))
+        return split_by_time(examples, from_s)
     streams = isinstance(source, KafkaSource)
     if (at_s is None) == (not source.eval_paths) or (streams and at_s is not None):
         raise ConfigError(
@@ -455,12 +469,18 @@ def _sides(config: RunConfig, quarantine: Quarantine | None) -> tuple[Source | F
             remedy="Set one of them.",
         )
     recipe = _recipe(source)
+    if keys is not None:
+        recipe = replace(recipe, weight=None, group=None, sample_rate=None)
+        recipe = replace(recipe, keys=tuple(keys), unlabelled=True)
+        if at_s is None:
+            found = _files(source, source.eval_paths, recipe, quarantine)
+            return found, found
     if isinstance(source, KafkaSource):
         feed = KafkaFeed(source.stream, recipe, quarantine, config.name)
-        return feed, ParquetSource(source.eval_paths, recipe, quarantine=quarantine)
-    training = _files(source, source.paths, quarantine)
+        return feed, _files(source, source.eval_paths, recipe, quarantine)
+    training = _files(source, source.paths, recipe, quarantine)
     if at_s is None:
-        return training, _files(source, source.eval_paths, quarantine)
+        return training, _files(source, source.eval_paths, recipe, quarantine)
     return split_by_time(training, at_s)
 
 
@@ -533,8 +553,9 @@ def _recipe(settings: TableSource) -> Recipe:
     )
 
 
-def _files(settings: FileSource, paths: tuple[str, ...], quarantine: Quarantine | None) -> Source:
-    recipe = _recipe(settings)
+def _files(
+    settings: TableSource, paths: tuple[str, ...], recipe: Recipe, quarantine: Quarantine | None
+) -> Source:
     if isinstance(settings, tree.CsvFiles):
         return CsvSource(paths, recipe, quarantine)
     return ParquetSource(paths, recipe, quarantine=quarantine)

@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -88,7 +89,8 @@ def write_predictions(
 ) -> int:
     """Write one row an example, in the order of the batches; returns how many.
 
-    Columns are prediction, label and event_time_s; of several tasks prediction_TASK, label_TASK.
+    Columns are the batches' keys, then prediction, label (null where there is none) and
+    event_time_s; of several tasks prediction_TASK, label_TASK.
 
     The file appears under its name when it is whole. Over several ranks rank 0 writes, batch by
     batch, what all have predicted of their shares.
@@ -102,16 +104,18 @@ def write_predictions(
         return 0
     partial, examples = Path(f"{path}.partial"), 0
     try:
-        columns = dict.fromkeys(learner.predicted.names, pa.float32())
-        schema = pa.schema({**columns, "event_time_s": pa.int64()})
-        with progress, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
+        with partial.open("wb") as file, progress, ExitStack() as held:
+            writer = None
             for batch in batches:
                 mine = _rows(learner, batch)
                 every = [mine]
                 if ranks.many:
                     every = ranks.gathered(mine, what="predictions of a batch")
+                if writer is None:
+                    opened = pq.ParquetWriter(file, mine.schema, compression="zstd")
+                    writer = held.enter_context(opened)
                 for rows in every:
-                    writer.write_batch(rows)
+                    writer.write_table(rows)
                     examples += rows.num_rows
                 if progress.due():
                     progress.show(ProgressState(examples=examples))
@@ -130,10 +134,15 @@ def write_predictions(
     return examples
 
 
-def _rows(learner: Learner, batch: Batch) -> pa.RecordBatch:
-    columns = learner.predicted.table(learner.predict(batch).cpu(), batch.labels_BT.cpu())
-    columns["event_time_s"] = batch.event_times_B.cpu()
-    return pa.record_batch({name: pa.array(one_B.numpy()) for name, one_B in columns.items()})
+def _rows(learner: Learner, batch: Batch) -> pa.Table:
+    found = learner.predicted.table(learner.predict(batch).cpu(), batch.labels_BT.cpu())
+    found["event_time_s"] = batch.event_times_B.cpu()
+    columns: dict[str, Any] = {}
+    if batch.keys is not None:
+        columns = dict(zip(batch.keys.column_names, batch.keys.columns, strict=True))
+    for name, one_B in found.items():  # of predictions NaN stays: the model has diverged
+        columns[name] = pa.array(one_B.numpy(), from_pandas=name.startswith("label"))
+    return pa.table(columns)
 
 
 Metrics = Mapping[str, Mapping[str, float]]
@@ -191,8 +200,9 @@ def _open(
     previous: Callable[[], Plan | None] = lambda: None,
     *,
     trains: bool = True,
+    keys: Sequence[str] | None = None,
 ) -> _Opened:
-    """Open the data, with a sampler if it trains, and build the models; previous: of `Learner`."""
+    """Open the data as `open_data` does, and build the models; previous: of `Learner`."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     elif torch.get_num_threads() > MAX_THREADS:
@@ -205,7 +215,7 @@ def _open(
     torch.manual_seed(config.seed)
     if config.tf32 is not None:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
-    data = open_data(config, ranks.share, ranks.control, samples=trains)
+    data = open_data(config, ranks.share, ranks.control, samples=trains, keys=keys)
     models: dict[str, ModelSpec] = {config.model.kind: config.model}
     if LOGISTIC in config.baselines:
         models.setdefault(LOGISTIC, LogisticSettings())
@@ -358,14 +368,22 @@ def evaluate(run: str, overrides: Sequence[str] = (), *, console: Console) -> Me
 
 
 def predict(
-    run: str, overrides: Sequence[str] = (), *, out: Path | None = None, console: Console
+    run: str,
+    overrides: Sequence[str] = (),
+    *,
+    out: Path | None = None,
+    keys: Sequence[str] = (),
+    console: Console,
 ) -> Path:
     """Write the predictions of a trained run's model for its evaluation examples as Parquet.
+
+    They need no labels.
 
     Args:
         run: a run folder, or a config file: then its latest run.
         overrides: changes to the run's settings, say to predict other data.
         out: the file to write; None puts it into the run folder. Rank 0 writes it.
+        keys: columns of the data that the file has as they are, before its own.
         console: where progress and the path are printed.
 
     Returns:
@@ -375,8 +393,14 @@ def predict(
         ShoalError: no trained run there, wrong settings or data, or a file that cannot be written.
     """
     no_items = [*overrides, "eval.retrieval=null"]
-    with _trained(run, no_items, console) as (folder, opened), opened.learners[0].averaged():
+    trained = _trained(run, no_items, console, tuple(dict.fromkeys(keys)))
+    with trained as (folder, opened), opened.learners[0].averaged():
         file = folder.predictions if out is None else out
+        own = [*opened.learners[0].predicted.names, "event_time_s"]
+        for name in keys:
+            if name in own:
+                allowed = f"other names than {', '.join(own)}, which the file has"
+                raise ConfigError("--key", name, allowed, "Leave it out, or rename the column.")
         batches = opened.data.evaluation
         progress = opened.progress("predict", batches.examples)
         write_predictions(file, opened.learners[0], batches, progress, opened.ranks)
@@ -386,9 +410,9 @@ def predict(
 
 @contextmanager
 def _trained(
-    run: str, overrides: Sequence[str], console: Console
+    run: str, overrides: Sequence[str], console: Console, keys: Sequence[str] | None = None
 ) -> Iterator[tuple[RunFolder, _Opened]]:
-    """A trained run with its models as the newest checkpoint has them."""
+    """A trained run with its models as the newest checkpoint has them; keys: of `open_data`."""
     # As rank 0 finds it: the latest may change meanwhile.
     folder, settings = as_first_rank(
         early_control(), lambda: folders.find(run, overrides), what="trained run"
@@ -397,7 +421,7 @@ def _trained(
         ranks, config = gather_ranks(settings)
         with ranks.together():
             require_same(ranks.control, settings)
-            opened = _open(config, ranks, console, trains=False)
+            opened = _open(config, ranks, console, trains=False, keys=keys)
             with _closing(opened):
                 there = partial(folders.checkpoint_of, folder)
                 where = as_first_rank(ranks.control, there, what="checkpoint of the run")
