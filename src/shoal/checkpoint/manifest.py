@@ -241,12 +241,7 @@ def commit(storage: Storage, manifest: Manifest) -> None:
             values that no checkpoint has.
     """
     if storage.exists(MANIFEST):
-        raise CheckpointError(
-            "checkpoint folder",
-            got=f"{storage.url}, which holds a checkpoint",
-            allowed="a folder without one",
-            remedy="Choose another folder; a checkpoint is never overwritten.",
-        )
+        raise occupied(storage)
     data = to_json(manifest)
     from_json(data, f"{storage.url}/{MANIFEST}")
     # A save of another process takes a folder without a manifest for leftovers, and ranks of
@@ -260,6 +255,16 @@ def commit(storage: Storage, manifest: Manifest) -> None:
             "the disks of other machines: use a shared folder, one writer at a time.",
         )
     storage.replace(MANIFEST, data)
+
+
+def occupied(storage: Storage) -> CheckpointError:
+    """A folder to write a checkpoint into that holds one."""
+    return CheckpointError(
+        "checkpoint folder",
+        got=f"{storage.url}, which holds a checkpoint",
+        allowed="a folder without one",
+        remedy="Save at another step or into another folder; a checkpoint is never overwritten.",
+    )
 
 
 def _damaged(where: str, why: str) -> CheckpointError:
