@@ -634,10 +634,7 @@ class Storage:
         """The whole of a file."""
         full = self._full(path)
         with self._errors(path):
-            if self._fs is None:
-                with open(full, "rb") as file:
-                    return file.read()
-            return bytes(self._fs.cat_file(full))
+            return Path(full).read_bytes() if self._fs is None else bytes(self._fs.cat_file(full))
 
     def read_into(self, path: str, buffer: memoryview, *, once: bool = False) -> tuple[int, int]:
         """Read a file from its start until it ends or the buffer is full.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -419,15 +420,15 @@ def map_error(
     return ShapeError(f"{op}: {name}", got=f"a break at [{at}]", allowed=allowed, remedy=_REMEDY)
 
 
-def check_map_values(
-    offset_map: Sequence[Tensor], dims: Sequence[int], length: int, size: int
-) -> None:
-    """Require a map (positions, splits, offsets, offset splits) that fits its value and its buffer.
+def check_map_values(*offset_map: Any) -> None:
+    """Require a map that fits its value and its buffer.
+
+    offset_map: positions, splits, offsets and offset splits, dims, and elements of both.
 
     Raises:
         InputError: it does not; names the first fault.
     """
-    positions_N, splits_K1, offsets_V, offset_splits_U1 = offset_map
+    positions_N, splits_K1, offsets_V, offset_splits_U1, dims, length, size = offset_map
     keys = offset_splits_U1.numel() - 1
 
     def fail(fault: int, at: int) -> InputError:
