@@ -17,7 +17,6 @@ from shoal.config import tree
 from shoal.config.streams import replayed, stream_loader
 from shoal.config.tree import (
     FeatureSettings,
-    FileSource,
     FlightsSource,
     KafkaSource,
     RunConfig,
