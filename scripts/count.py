@@ -52,6 +52,7 @@ LATER = {
     "discovery": 600,
     "sync": 6_000,
     "serve": 4_500,
+    "speed": 2_500,  # whole steps: compiled dense parts, memory mapped ahead
     "door": 500,  # what newcomers meet: shoal init, examples, exit codes, messages of settings
     "learning": 6_000,  # features, models of several tasks; 1,000 more in rooms of the house
 }
@@ -76,6 +77,8 @@ COUNTED_AS = {
     PurePosixPath("src/shoal/train/dense_optimizers.py"): "learning",
     PurePosixPath("src/shoal/distributed/metrics.py"): "learning",
     PurePosixPath("src/shoal/cli/export.py"): "serve",
+    PurePosixPath("src/shoal/compiling.py"): "speed",
+    PurePosixPath("src/shoal/table/cuda/mapped.py"): "speed",
     PurePosixPath("src/shoal/cli/start.py"): "door",
     PurePosixPath("src/shoal/cli/usage.py"): "door",
     PurePosixPath("src/shoal/config/type_words.py"): "door",
