@@ -14,8 +14,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,11 @@ __all__ = ["Scale", "cases", "main"]
 SCRIPT = Path(__file__).resolve()
 PACKAGES = ("torch", "triton", "numpy", "shoal")
 SEEDS = (0, 1, 2)
+MIXED = {
+    "HRM without the bootstrap forward": ("arch.bootstrap=false",),
+    "HRM": ("arch.bootstrap=true",),
+    "TRM": ("arch=trm",),
+}
 PUBLIC = "public logs: 4,000 to 5,600 a GPU"
 
 Found = dict[str, Measured]
@@ -61,6 +67,8 @@ class Scale:
         puzzles: lists for the real recipe; none leaves it out.
         recipe_s: seconds of it, compiling included.
         train, test, images, batch: of the real recipe.
+        mixed, epochs: puzzles of the mix of lists, and epochs of a whole run of it.
+        least_s: a part of such a run is not begun with less time.
     """
 
     rules_epochs: int = 120
@@ -74,13 +82,16 @@ class Scale:
     dim: int = 512
     chunk: int = 131_072
     compiled: bool = True
-    arch: tuple[str, ...] = ("compile=true",)
+    arch: tuple[str, ...] = ("compile=true", "cuda_graphs=true")
     puzzles: tuple[str, ...] = ()
     recipe_s: float = 480.0
     train: int = 1000
     test: int = 2048
     images: int = 1000
     batch: int = 768
+    mixed: int = 8000
+    epochs: int = 20_000
+    least_s: float = 90.0
 
     @classmethod
     def quick(cls, gpus: int, device: str, puzzles: tuple[str, ...]) -> Scale:
@@ -105,6 +116,9 @@ class Scale:
             test=4,
             images=3,
             batch=8,
+            mixed=60,
+            epochs=40,
+            least_s=1.0,
         )
 
 
@@ -120,20 +134,25 @@ def main() -> None:
     parser.add_argument(
         "--puzzles", nargs="+", default=[], metavar="FILE", help="lists for the real recipe"
     )
-    parser.add_argument("--recipe-s", type=float, default=480.0, help="seconds of the real recipe")
+    parser.add_argument("--recipe-s", type=float, help="seconds of a real recipe")
+    parser.add_argument(
+        "--state", type=Path, help="folder of the runs of mixed puzzles, which later calls continue"
+    )
     parser.add_argument("--worker", nargs=2, type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         _work(*options.worker)
         return
     gpus, puzzles = _gpus(), tuple(options.puzzles)
-    scale = Scale(gpus=gpus, puzzles=puzzles, recipe_s=options.recipe_s)
+    scale = Scale(gpus=gpus, puzzles=puzzles)
     if options.quick:
         device = "cpu" if options.ranks else "cuda"
         scale = Scale.quick(options.ranks or gpus, device, puzzles)
+    if options.recipe_s is not None:
+        scale = replace(scale, recipe_s=options.recipe_s)
     jobs = [
         (found, run)
-        for found, run in _jobs(scale, options.dir)
+        for found, run in _jobs(scale, options.dir, options.state)
         if any(options.case in case.name for case in found)
     ]
     if not jobs:
@@ -157,7 +176,7 @@ def main() -> None:
 
 def cases(scale: Scale) -> list[Case]:
     """All rows, in order."""
-    return [case for declared, _ in _jobs(scale, None) for case in declared]
+    return [case for declared, _ in _jobs(scale) for case in declared]
 
 
 def _gpus() -> int:
@@ -166,13 +185,14 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _jobs(scale: Scale, folder: Path | None) -> list[Declared]:
+def _jobs(scale: Scale, folder: Path | None = None, state: Path | None = None) -> list[Declared]:
     learning = [
         *(_learning("rules", seed, scale.rules_epochs) for seed in SEEDS),
         *(_learning("sudoku", seed, scale.sudoku_s) for seed in SEEDS),
     ]
     jobs: list[Declared] = [(job.cases, partial(run_job, job, SCRIPT)) for job in learning]
-    return [*jobs, *_speed(scale), _table(scale, folder), _recipe(scale)]
+    jobs += [*_speed(scale), _step(scale), _table(scale, folder), _recipe(scale)]
+    return [*jobs, *_mixed(scale, state)]
 
 
 def _asked(name: str, unit: str, floor: float) -> Case:
@@ -245,6 +265,97 @@ def _speed(scale: Scale) -> list[Declared]:
     if scale.gpus:
         return jobs
     return [(declared, partial(_without, declared)) for declared, _ in jobs]
+
+
+def _step(scale: Scale) -> Declared:
+    gpus = max(scale.gpus, 1)
+    a_rank = min(scale.a_rank, 192)
+    case = Case(
+        name=f"Sudoku recipe, {gpus} GPUs, {a_rank} samples a GPU, step",
+        unit="ms",
+        peer="the requested ceiling",
+        better="lower",
+        bar=1.0,
+        stretch=25 / 18,
+        peer_value=25.0,
+    )
+
+    def run() -> Found:
+        if not scale.gpus:
+            return _without((case,))
+        cuda = scale.device == "cuda"
+        params = {
+            "a_rank": a_rank,
+            "steps": scale.steps,
+            "warmup": scale.warmup,
+            "device": scale.device,
+            "small": not scale.compiled,
+            "compiled": scale.compiled,
+            "graphed": scale.compiled and cuda,
+        }
+        found = on_ranks(gpus, "step_ms", params, timeout_s=300, module="work_hrm_mixed")
+        return {case.name: Measured(ours=max(one["step_ms"] for one in found))}
+
+    return (case,), run
+
+
+def _mixed(scale: Scale, state: Path | None) -> list[Declared]:
+    """One run a model; those that are not finished share the time of a call, in this order."""
+    began_s: list[float] = []
+
+    def declared(name: str) -> tuple[Case, ...]:
+        peer: dict[str, Any] = {"peer": "none"}
+        if name != "TRM":
+            peer = {"peer": "HRM's paper, other puzzles", "peer_value": 0.55}
+        return (Case(name=f"mixed puzzles, {name}, solved", unit="of held out", **peer),)
+
+    def run(name: str) -> Found:
+        (case,) = declared(name)
+        if not scale.gpus or not scale.puzzles or state is None:
+            return _without((case,), "needs GPUs, --puzzles and --state")
+        began_s[:] = began_s or [time.monotonic()]
+        reached = _continued(scale, state, name, began_s[0])
+        return {case.name: reached}
+
+    return [(declared(name), partial(run, name)) for name in MIXED]
+
+
+def _continued(scale: Scale, state: Path, name: str, began_s: float) -> Measured:
+    """What a run has reached, after another part of it if it is not finished and time is left."""
+    import work_hrm_mixed as work
+
+    data, place = state / "data", state / name.replace(" ", "-")
+    sizes = {"train": scale.train, "test": scale.test, "images": scale.images}
+    work.mixed_data(data, scale.puzzles, most=scale.mixed, **sizes)
+    told = place / "reached.json"
+    found = json.loads(told.read_text()) if told.exists() else {"steps": 0, "total_steps": 1}
+    left_s = began_s + scale.recipe_s - time.monotonic()
+    own = [one for one in MIXED[name] if scale.compiled or not one.startswith("arch=")]
+    if found["steps"] < found["total_steps"] and left_s > scale.least_s:
+        params = {
+            "data": str(data),
+            "run": str(place),
+            "batch": scale.batch // scale.gpus * scale.gpus,
+            "epochs": scale.epochs,
+            "seconds": left_s,
+            "device": scale.device,
+            "arch": [*scale.arch, *own],
+        }
+        late_s = left_s + 200
+        ranks = on_ranks(scale.gpus, "part", params, timeout_s=late_s, module="work_hrm_mixed")
+        found = ranks[0]
+        told.write_text(json.dumps(found))
+    if not told.exists():
+        return Measured(note="not begun: call again")
+    curves = {one: work.curve(state / one.replace(" ", "-")) for one in MIXED}
+    work.draw(state / "curve.svg", curves)
+    ended = "" if found["steps"] >= found["total_steps"] else "; not finished: call again"
+    return Measured(
+        ours=found["exact_accuracy"],
+        note=f"{found['steps']:,.0f} of {found['total_steps']:,.0f} steps, "
+        f"{found['steps_per_s']:.1f} steps/s, blanks {found['blank_accuracy']:.3f}, "
+        f"{found['count']:,.0f} puzzles, seed 0{ended}",
+    )
 
 
 def _recipe(scale: Scale) -> Declared:

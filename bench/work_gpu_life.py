@@ -141,7 +141,7 @@ def growth(*, scale: Scale) -> dict[str, Measured]:
             break
     settled = took[5:] or took
     middle = percentile(settled, 50)
-    last = sorted(settled)[-3:]
+    last = sorted(settled)[-12:]
     note = (
         f"{len(settled)} steps to {shard.size(0):,} rows, p50 {middle:.3f} ms, p99 "
         f"{percentile(settled, 99):.3f}, longest {', '.join(f'{ms:.2f}' for ms in last)}; "

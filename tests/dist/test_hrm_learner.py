@@ -20,6 +20,7 @@ from hrm.puzzle_table import TABLE
 from hrm.rule_task import RuleTask, build_rule_task
 from hrm.sampler import Share, TestBatches, TrainSampler
 from shoal import Table, comm
+from shoal.errors import ConfigError
 from support.id_groups import groups_of
 from support.ranks import run_ranks
 from support.spread_model import on_mesh
@@ -214,3 +215,35 @@ def frozen(mesh: comm.Mesh, root: str) -> tuple[int, int]:
 
 def test_a_frozen_table_stays_empty(tmp_path: Path) -> None:
     assert on_mesh(frozen, data_at(tmp_path)) == (0, 3)
+
+
+def on_one_gpu(root: str, config: LearnerConfig) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    mesh = comm.init(device="cuda", timeout_s=60)
+    try:
+        learner, sampler = made(mesh, root, config)
+        figures = steps(learner, sampler, 6)
+        figures.append(
+            learner.evaluate(TestBatches(read_split(root, "test"), learner.share))["all"]
+        )
+        figures += steps(learner, sampler, 2)
+        return {name: one.cpu() for name, one in learner.model.state_dict().items()}, figures
+    finally:
+        comm.shutdown()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("placement", ["data_parallel", "row_wise"])
+def test_steps_that_replay_graphs_learn_what_others_do(tmp_path: Path, placement: str) -> None:
+    root = data_at(tmp_path)
+    plain = dataclasses.replace(CONFIG, placement=placement)  # type: ignore[arg-type]
+    want, figures = on_one_gpu(root, plain)
+    got, found = on_one_gpu(root, dataclasses.replace(plain, graphed=True))
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-6, atol=1e-6)
+    for one, other in zip(found, figures, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
+def test_graphs_need_a_gpu(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cuda_graphs"):
+        on_mesh(made, data_at(tmp_path), dataclasses.replace(CONFIG, graphed=True))

@@ -85,6 +85,7 @@ def opened(config: EvaluateConfig, mesh: comm.Mesh) -> tuple[Learner, TestBatche
         "global_batch_size": config.global_batch_size or run.global_batch_size,
         "data_path": config.data_path or run.data_path,
         "compile": config.compile,
+        "cuda_graphs": False,
     }
     run = run.model_copy(update=changes)
     share = Share(run.global_batch_size, mesh.rank, mesh.world_size)

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from hrm.adam_atan2 import AdamATan2
 from hrm.carry import Batch, Carry, Outputs
-from hrm.losses import LossKind, act_loss
+from hrm.losses import LossKind
 from hrm.model import ReasoningModel, exploration
 from hrm.model_config import ModelConfig
 from hrm.puzzle_table import TABLE, PuzzleTable
 from hrm.sampler import Share, TestWindow
 from hrm.schedule import WarmupCosine
+from hrm.segment import Segment
 from shoal import DistributedModelParallel, SparseOptimizer, comm
+from shoal.errors import ConfigError
 from shoal.optim import ParameterAverage
 
 __all__ = ["Learner", "LearnerConfig", "Placing", "PuzzleModel"]
@@ -39,7 +43,8 @@ class LearnerConfig:
         placement: rows on every rank, or spread over them.
         freeze_table: rows are read and never moved.
         ema_decay: of averaged parameters that evaluations use; None for none (TRM: 0.999).
-        compiled: run the model through `torch.compile`.
+        compiled: run the model and its loss through `torch.compile`.
+        graphed: replay training steps of the model as CUDA graphs.
         seed: of parameters and exploration, the same on every rank.
     """
 
@@ -56,6 +61,7 @@ class LearnerConfig:
     freeze_table: bool = False
     ema_decay: float | None = None
     compiled: bool = False
+    graphed: bool = False
     seed: int = 0
 
     def rate(self, base: float) -> WarmupCosine:
@@ -66,23 +72,26 @@ class LearnerConfig:
 class PuzzleModel(nn.Module):
     """The model with the rows of the puzzles at work, up to the loss."""
 
-    def __init__(
-        self, model: ReasoningModel, table: PuzzleTable | None, loss: LossKind, *, frozen: bool
-    ) -> None:
+    def __init__(self, segment: Segment, table: PuzzleTable | None, *, frozen: bool) -> None:
         super().__init__()
-        self.model, self.table = model, table
-        self.loss, self.frozen = loss, frozen
+        self.segment, self.table = segment, table
+        self.frozen = frozen
 
     def forward(self, carry: Carry, least_steps_B: Tensor | None = None) -> Step:
-        """One step: the loss summed over the batch, the new carry, sums of figures, and answers."""
-        rows_BR: Tensor | None = None
+        """One step: the loss summed over the batch, the new carry, sums of figures, and answers.
+
+        Only the loss has a graph.
+        """
+        given = [*carry.state_dict().values(), least_steps_B]
         if self.table is not None:
             # Without gradients nothing is inserted: a frozen table does not change.
             with torch.no_grad() if self.frozen else contextlib.nullcontext():
-                rows_BR = self.table(carry.puzzle_ids_B)
-        carry, outputs = self.model(carry, rows_BR, least_steps_B)
-        loss, sums = act_loss(carry, outputs, self.loss)
-        return loss, carry, sums, outputs
+                given.append(self.table(carry.puzzle_ids_B))
+        loss, *rest = self.segment(*given)
+        (z_H, z_L, steps, halted), sums, answers = tree_map(Tensor.detach, rest)
+        logits, q_halt, q_continue = answers
+        carry = dataclasses.replace(carry, z_H_BTD=z_H, z_L_BTD=z_L, steps_B=steps, halted_B=halted)
+        return loss, carry, sums, Outputs(logits, q_halt, q_continue, None)
 
 
 class Learner:
@@ -93,6 +102,9 @@ class Learner:
         share: this rank's part of global batches.
         mesh: the ranks, from `shoal.comm.init`.
 
+    Raises:
+        ConfigError: CUDA graphs on another device.
+
     Attributes:
         step: optimizer steps done.
         carry: the slots' work in progress; None before the first step.
@@ -102,11 +114,19 @@ class Learner:
         self, model_config: ModelConfig, config: LearnerConfig, share: Share, mesh: comm.Mesh
     ) -> None:
         self.config, self.share, self.mesh = config, share, mesh
+        if config.graphed and mesh.device.type != "cuda":
+            raise ConfigError(
+                "cuda_graphs",
+                got=f"true on {mesh.device.type}",
+                allowed="true on cuda, or false",
+                remedy="Leave out cuda_graphs, or set device=cuda.",
+            )
         self.model = ReasoningModel(model_config, seed=config.seed).to(mesh.device)
+        segment = Segment(self.model, config.loss_type, compiled=config.compiled)
+        if config.graphed:
+            segment.record(share.count, row_grads=not config.freeze_table)
         self.table = self._make_table(model_config)
-        whole = PuzzleModel(self.model, self.table, config.loss_type, frozen=config.freeze_table)
-        if config.compiled:
-            self.model.compile(dynamic=False)
+        whole = PuzzleModel(segment, self.table, frozen=config.freeze_table)
         placement = None if self.table is None else {TABLE: config.placement}
         self.whole = DistributedModelParallel(whole, placement=placement, mesh=mesh)
         self.dense = AdamATan2(
@@ -149,7 +169,8 @@ class Learner:
             batch: this rank's part of the global batch, on the CPU or the device.
 
         Returns:
-            sums of this rank's figures, on the device; see `totals`.
+            sums of this rank's figures, on the device; see `totals`. The next step may overwrite
+            them.
         """
         self.whole.train()
         share, device = self.share, self.mesh.device

@@ -45,7 +45,8 @@ _OF_NO_EFFECT = {
     *("project_name", "run_name", "checkpoint_path", "log_path"),
     *("resume", "save_checkpoints", "keep_checkpoints", "checkpoint_every_eval"),
     *("eval_examples", "eval_save_outputs", "max_steps", "max_seconds"),
-    *("log_every", "tensorboard", "wandb", "compile", "device", "threads", "profile"),
+    *("log_every", "tensorboard", "wandb", "device", "threads", "profile"),
+    *("compile", "cuda_graphs"),
     "puzzle_emb_sharding",
 }
 
@@ -152,6 +153,7 @@ class PretrainConfig(Section):
     wandb: bool = False
     profile: str | None = None
     compile: bool = False
+    cuda_graphs: bool = False
     device: str = "auto"
     threads: PositiveInt | None = None
 
@@ -208,6 +210,7 @@ class PretrainConfig(Section):
             freeze_table=self.puzzle_emb_frozen,
             ema_decay=self.arch.ema_decay,
             compiled=self.compile,
+            graphed=self.cuda_graphs,
             seed=self.seed,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, get_args
 
 import torch
@@ -186,7 +187,7 @@ def send_rows(
         return Arriving(lambda: ())
     parts = []
     for buffer in buffers:
-        widths_K = torch.tensor([wire_elements(1, dim, kind) for dim in buffer.dims], device="cpu")
+        widths_K = _widths(buffer.dims, kind)
         data = buffer.data
         if kind is not None:
             sizes_WK = buffer.send_WK[:1] if buffer.to_all else buffer.send_WK
@@ -210,6 +211,12 @@ def send_rows(
         )
 
     return Arriving(decoded)
+
+
+@lru_cache(maxsize=64)
+def _widths(dims: tuple[int, ...], kind: WireKind | None) -> Tensor:
+    """Elements of a row of each table on the wire, int64 on the CPU."""
+    return torch.tensor([wire_elements(1, dim, kind) for dim in dims], device="cpu")
 
 
 def _segments(sizes_WK: Tensor, dims: Sequence[int]) -> list[tuple[int, int]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from shoal.errors import ConfigError
 
@@ -23,6 +23,18 @@ Action = Literal[
     "drop",
     "stop",
 ]
+
+
+def _whole(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(
+            f"{name} of a pipeline",
+            got=repr(value),
+            allowed=f"an int, at least {least}",
+            remedy="Rows of staleness + 1 windows have to fit the batches in flight."
+            if name == "depth"
+            else "Leave it out for the default.",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +136,13 @@ class Done:
 Event = BatchLoaded | Settled | Done
 
 
-@dataclass(frozen=True, slots=True)
-class State:
-    """Where everything stands. Counters say how many batches (windows) have passed a stage."""
+class State(NamedTuple):
+    """Where everything stands. Counters say how many batches (windows) have passed a stage.
 
-    settings: Settings = field(default_factory=Settings)
+    A tuple, since a round makes some thirty of them between the launches of a step.
+    """
+
+    settings: Settings = Settings()
     loads: int = 0
     answered: int = 0
     held: frozenset[int] = frozenset()
@@ -164,18 +178,6 @@ class State:
         return -(-self.trained // size) if self.trained == self.end else self.trained // size
 
 
-def _whole(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(
-            f"{name} of a pipeline",
-            got=repr(value),
-            allowed=f"an int, at least {least}",
-            remedy="Rows of staleness + 1 windows have to fit the batches in flight."
-            if name == "depth"
-            else "Leave it out for the default.",
-        )
-
-
 def start(settings: Settings) -> tuple[State, tuple[Command, ...]]:
     """The first state, and the commands to begin with."""
     return _released(State(settings))
@@ -190,20 +192,20 @@ def advance(state: State, event: Event) -> tuple[State, tuple[Command, ...]]:
     if isinstance(event, BatchLoaded):
         return _released(_loaded(state, event))
     if isinstance(event, Settled):
-        return _released(_settled(replace(state, running=None), event))
-    return _released(_done(replace(state, running=None), event.command))
+        return _released(_settled(state._replace(running=None), event))
+    return _released(_done(state._replace(running=None), event.command))
 
 
 def _released(state: State) -> tuple[State, tuple[Command, ...]]:
     commands = []
     while _may_load(state):
         commands.append(Command("load", state.loads))
-        state = replace(state, loads=state.loads + 1)
+        state = state._replace(loads=state.loads + 1)
     if state.running is None and not state.stopped:
         following = _following(state)
         if following is not None:
             commands.append(following)
-            state = replace(state, running=following)
+            state = state._replace(running=following)
     return state, tuple(commands)
 
 
@@ -214,25 +216,25 @@ def _may_load(state: State) -> bool:
 
 
 def _loaded(state: State, event: BatchLoaded) -> State:
-    state = replace(state, answered=event.index + 1)
+    state = state._replace(answered=event.index + 1)
     if event.found:
-        return replace(state, held=state.held | {event.index})
-    return replace(state, dry_at=event.index if state.dry_at is None else state.dry_at)
+        return state._replace(held=state.held | {event.index})
+    return state._replace(dry_at=event.index if state.dry_at is None else state.dry_at)
 
 
 def _settled(state: State, event: Settled) -> State:
-    state = replace(state, settled=state.settled + 1)
+    state = state._replace(settled=state.settled + 1)
     if state.end is not None:
         return state
     facts = event.facts
-    state = replace(state, facts=(*state.facts, facts))
+    state = state._replace(facts=(*state.facts, facts))
     if facts.snapshot:
         size = state.settings.accumulation
         snapshot_at = -(-event.index // size) * size
         if snapshot_at not in state.snapshots:
-            state = replace(state, snapshots=(*state.snapshots, snapshot_at))
+            state = state._replace(snapshots=(*state.snapshots, snapshot_at))
     if not facts.train:
-        state = replace(state, end=event.index if facts.drain else state.trained)
+        state = state._replace(end=event.index if facts.drain else state.trained)
     return state
 
 
@@ -251,17 +253,17 @@ _PASSED = {
 def _done(state: State, command: Command) -> State:
     counter = _PASSED.get(command.action)
     if counter is not None:
-        state = replace(state, **{counter: getattr(state, counter) + 1})
+        state = state._replace(**{counter: getattr(state, counter) + 1})
     if command.action in ("backward", "drop"):
-        state = replace(state, held=state.held - {command.index})
+        state = state._replace(held=state.held - {command.index})
     elif command.action == "snapshot":
         # The snapshot point at the end is the last one, whatever was asked for after it.
-        state = replace(state, snapshots=() if state.trained == state.end else state.snapshots[1:])
+        state = state._replace(snapshots=() if state.trained == state.end else state.snapshots[1:])
     elif command.action == "stop":
-        state = replace(state, stopped=True)
+        state = state._replace(stopped=True)
     # Windows after which nothing is due are passed over.
     while state.evicted < state.applied and _evict_s(state, state.evicted) is None:
-        state = replace(state, evicted=state.evicted + 1)
+        state = state._replace(evicted=state.evicted + 1)
     return _pruned(state)
 
 
@@ -269,7 +271,7 @@ def _pruned(state: State) -> State:
     needless = state.evicted * state.settings.accumulation - state.facts_from
     if needless <= 0:
         return state
-    return replace(state, facts=state.facts[needless:], facts_from=state.facts_from + needless)
+    return state._replace(facts=state.facts[needless:], facts_from=state.facts_from + needless)
 
 
 def _following(state: State) -> Command | None:

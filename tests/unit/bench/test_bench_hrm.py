@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,12 +46,15 @@ def test_every_row_that_was_asked_for() -> None:
     assert len(table) == 4
     recipe = [name for name in cases if name.startswith("1,000 listed puzzles x 1,000, 4 GPUs")]
     assert len(recipe) == 3
+    step = cases["Sudoku recipe, 4 GPUs, 192 samples a GPU, step"]
+    assert (step.peer_value, step.bar, step.better) == (25, 1, "lower")
+    assert sum(name.startswith("mixed puzzles, ") for name in cases) == 3
 
 
 def test_without_gpus_their_rows_have_a_note() -> None:
     module = bench()
-    jobs = module._jobs(module.Scale(gpus=0), None)[6:]
-    assert len(jobs) == 6
+    jobs = module._jobs(module.Scale(gpus=0))[6:]
+    assert len(jobs) == 10
     for declared, run in jobs:
         assert all(found.note.startswith("needs GPUs") for found in run().values())
         assert set(run()) == {case.name for case in declared}
@@ -77,6 +81,62 @@ def test_what_a_large_table_found_before_it_failed_is_kept(
     assert rows.ours is None and rows.note == "too late"
     assert step.ours == 30 and step.peer_value == 21
     assert saved.ours is None and saved.note == "too late"
+
+
+def puzzles_of(clues: int, tmp_path: Path) -> str:
+    from hrm.sudoku_source import generated
+
+    file = tmp_path / f"{clues}.txt"
+    made = (one for one in generated(clues=clues, seed=clues) if one is not None)
+    lines = ["".join(map(str, one.puzzle)) for _, one in zip(range(12), made, strict=False)]
+    file.write_text("\n".join(lines))
+    return str(file)
+
+
+def test_a_run_of_mixed_puzzles_to_its_end(tmp_path: Path) -> None:
+    lists = [puzzles_of(clues, tmp_path) for clues in (32, 34)]
+    state, file = tmp_path / "state", tmp_path / "rows.json"
+    command = [sys.executable, str(FILE), "--quick", "--ranks", "1", "--json", str(file)]
+    command += ["--case", "mixed puzzles, HRM without", "--state", str(state), "--puzzles", *lists]
+    subprocess.run([*command, "--recipe-s", "150"], capture_output=True, timeout=400, check=True)
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["note"].startswith("40 of 40 steps") and "not finished" not in row["note"]
+    assert row["ours"] is not None
+    assert "HRM without the bootstrap forward" in (state / "curve.svg").read_text()
+
+
+def test_a_run_of_mixed_puzzles_goes_on_in_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, asked, now_s = bench(), [], [0.0]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "statistics.json").write_text("{}")
+
+    def trained(_ranks: int, task: str, params: dict[str, Any], **_: Any) -> list[dict[str, float]]:
+        asked.append((Path(params["run"]).name, params["arch"][-1]))
+        now_s[0] += 60
+        steps = 20.0 * sum(one == asked[-1] for one in asked)
+        place = Path(params["run"])
+        place.mkdir(exist_ok=True)
+        line = json.dumps({"step": steps, "eval/all/exact_accuracy": steps / 100})
+        with (place / "log.jsonl").open("a") as log:
+            log.write(line + "\n")
+        shown = {"exact_accuracy": steps / 100, "blank_accuracy": 0.5, "count": 4.0}
+        return [{"steps": steps, "total_steps": 40.0, "steps_per_s": 2.0, **shown}]
+
+    monkeypatch.setattr(module, "on_ranks", trained)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    scale = module.Scale(gpus=2, puzzles=("a", "b"), recipe_s=100.0, least_s=90.0)
+    found = []
+    for _ in range(3):
+        jobs = module._mixed(scale, tmp_path)
+        found.append([value for _, run in jobs for value in run().values()])
+    assert [name for name, _ in asked] == ["HRM-without-the-bootstrap-forward"] * 2 + ["HRM"]
+    assert asked[0][1] == "arch.bootstrap=false"
+    assert [call[0].ours for call in found] == [0.2, 0.4, 0.4]
+    assert "not finished" in found[0][0].note and "not finished" not in found[1][0].note
+    assert found[0][1].note == found[2][2].note == "not begun: call again"
+    assert (tmp_path / "curve.svg").read_text().count("stroke-width='2'") == 2
 
 
 def test_the_large_table_needs_no_settings_packages(tmp_path: Path) -> None:

@@ -1,9 +1,8 @@
-"""Memory of rows that is mapped ahead: what is handed out, what the worker does, what it gives."""
+"""Memory of rows: addresses that are handed out, and what is put behind them."""
 
 from __future__ import annotations
 
 import gc
-import threading
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from shoal.errors import OutOfDeviceMemory
+from shoal.kernels.tables import CHUNK_CAPACITY, CHUNK_WEIGHTS
 from shoal.rules.initializers import Uniform
 from shoal.rules.optimizers import Adagrad
 from shoal.table.cpu.shard import CpuShard
@@ -24,6 +24,8 @@ from shoal.table.spec import Segment, TableSpec
 from support.id_groups import groups_of
 
 UNIT = 1 << 12
+ROW_BYTES = 52, 84
+TABLES, NEW = 26, 5_000
 SPECS = tuple(
     TableSpec(
         name=name,
@@ -34,29 +36,30 @@ SPECS = tuple(
 
 
 class Pretended:
-    """A mapper over host memory. It refuses more than `room` bytes, and waits for `gate`."""
+    """A mapper over host memory, as strict as a driver. It refuses more than `room` bytes."""
 
     granularity = UNIT
 
     def __init__(self, room: int = 1 << 40) -> None:
         self.room = room
-        self.gate = threading.Event()
-        self.gate.set()
         self.made: list[tuple[int, int]] = []
-        self.threads: set[int] = set()
         self.freed: list[Any] = []
 
     def reserve(self, size: int) -> int:
         self.memory = torch.full((size,), 0x5A, dtype=torch.uint8)
+        self.units: set[int] = set()
         return self.memory.data_ptr()
 
     def map(self, address: int, size: int) -> None:
-        assert address % UNIT == self.memory.data_ptr() % UNIT and size % UNIT == 0
-        if threading.current_thread() is not threading.main_thread():
-            self.gate.wait()
-        if sum(length for _, length in self.made) + size > self.room:
+        first = address - self.memory.data_ptr()
+        if size <= 0 or first % UNIT or size % UNIT or first < 0 or first + size > len(self.memory):
+            raise RuntimeError(f"invalid value: {first}, {size}")
+        units = range(first // UNIT, (first + size) // UNIT)
+        if self.units.intersection(units):
+            raise RuntimeError(f"invalid value: mapped: {first}, {size}")
+        if (len(self.units) + len(units)) * UNIT > self.room:
             raise torch.OutOfMemoryError(f"Tried to allocate {size} bytes")
-        self.threads.add(threading.get_ident())
+        self.units.update(units)
         self.made.append((address, size))
 
     def free(self, address: int, size: int, pieces: list[tuple[int, int]]) -> None:
@@ -64,72 +67,48 @@ class Pretended:
 
     def backs(self, address: int, size: int) -> bool:
         """Whether there is memory behind all of these addresses."""
-        ends = {start: start + length for start, length in self.made}
-        at = self.memory.data_ptr()
-        while at in ends:
-            at = ends[at]
-        return self.memory.data_ptr() <= address and address + size <= at
+        first = address - self.memory.data_ptr()
+        return self.units.issuperset(range(first // UNIT, -(-(first + size) // UNIT)))
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapped, "_PIECE_BYTES", 2 * UNIT)
-    monkeypatch.setattr(mapped, "_LEAST_AHEAD", 8 * UNIT)
-
-
-def test_parts_are_apart_and_backed() -> None:
+def test_parts_are_apart_and_have_memory_only_when_told() -> None:
     mapper = Pretended()
-    rows, parts = RowMemory(mapper, 64 * UNIT), []
-    for size in (1, 511, 512, 513, 3 * UNIT, 10 * UNIT, 7):
-        parts.append((rows.take(size), size))
-        assert mapper.backs(*parts[-1])
+    rows = RowMemory(mapper, 64 * UNIT)
+    sizes = (1, 511, 0, 512, 513, 3 * UNIT, 10 * UNIT, UNIT, 7)
+    parts = [(rows.take(size), size) for size in sizes]
+    assert not mapper.made and rows.bytes_mapped == 0
     ends = [start + size for start, size in parts]
     assert all(end <= start for end, (start, _) in zip(ends, parts[1:], strict=False))
     assert all((start - parts[0][0]) % 512 == 0 for start, _ in parts)
-    assert rows.bytes_mapped < rows.used + UNIT
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         rows.take(60 * UNIT)
-    assert mapper.backs(rows.take(UNIT), UNIT)
+    for some in ([], parts[6:7], [parts[0], parts[5]], parts[2:3], parts[::-1], parts):
+        rows.back(some)
+        assert all(mapper.backs(*part) for part in some)
+    assert rows.bytes_mapped == -(-rows.used // UNIT) * UNIT == len(mapper.units) * UNIT
 
 
-@pytest.mark.usefixtures("small")
-def test_a_worker_maps_what_is_taken_next() -> None:
+def test_neighbours_are_mapped_by_one_call() -> None:
     mapper = Pretended()
     rows = RowMemory(mapper, 64 * UNIT)
-    rows.take(UNIT)
-    rows.look_ahead()
-    assert rows.bytes_mapped == UNIT
-    rows.take(UNIT)
-    rows._settle()
-    assert rows.bytes_mapped == 10 * UNIT  # what is in use and 8 more
-    assert mapper.made[-1][1] == 2 * UNIT  # no more at a time
-    mapper.threads.clear()
-    before = len(mapper.made)
-    rows.take(3 * UNIT)
-    assert len(mapper.made) == before  # half of what was ahead is left
-    mapper.gate.clear()
-    rows.take(2 * UNIT)
-    assert mapper.backs(rows.take(3 * UNIT), 3 * UNIT)  # without a wait: it was there already
-    mapper.gate.set()
-    rows.take(20 * UNIT)
-    assert rows.bytes_mapped >= rows.used and mapper.backs(rows.take(1), 1)
-    assert threading.get_ident() in mapper.threads and len(mapper.threads) == 2
+    start = rows.take(64 * UNIT)
+    rows.back([(start + 8 * UNIT, 512)])
+    rows.back([(start + at * UNIT // 2, UNIT // 2) for at in range(40)])
+    made = [((address - start) // UNIT, size // UNIT) for address, size in mapper.made]
+    assert made == [(8, 1), (0, 8), (9, 11)]
 
 
-@pytest.mark.usefixtures("small")
-def test_no_memory_is_an_error_where_it_is_needed_only() -> None:
+def test_no_memory_is_an_error_and_is_asked_for_again() -> None:
     mapper = Pretended(room=6 * UNIT)
     rows = RowMemory(mapper, 64 * UNIT)
-    rows.look_ahead()
-    rows.take(2 * UNIT)
-    rows._settle()  # the worker got as far as there was room
-    assert rows.bytes_mapped == 6 * UNIT
-    rows.take(4 * UNIT)
+    start = rows.take(64 * UNIT)
+    rows.back([(start, 6 * UNIT)])
     with pytest.raises(torch.OutOfMemoryError):
-        rows.take(1)
-    assert rows.used == 6 * UNIT
+        rows.back([(start, 6 * UNIT + 1)])
+    assert rows.bytes_mapped == 6 * UNIT
     mapper.room += UNIT
-    assert mapper.backs(rows.take(1), 1)
+    rows.back([(start, 6 * UNIT + 1)])
+    assert mapper.backs(start, 6 * UNIT + 1)
 
 
 def test_what_is_taken_back_is_handed_out_again_and_all_is_freed_in_the_end() -> None:
@@ -137,11 +116,10 @@ def test_what_is_taken_back_is_handed_out_again_and_all_is_freed_in_the_end() ->
     rows = RowMemory(mapper, 64 * UNIT)
     first, used = rows.take(UNIT), rows.used
     second = rows.take(UNIT)
+    rows.back([(second, UNIT)])
     rows.take_back(used)
     assert rows.take(UNIT) == second != first
-    rows.look_ahead()
-    rows.take(UNIT)
-    rows._settle()
+    rows.back([(second, UNIT), (first, 1)])
     made = list(mapper.made)
     del rows
     gc.collect()
@@ -166,33 +144,58 @@ def rows_of(shard: Shard) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels would read the host's memory")
-@pytest.mark.usefixtures("small")
 def test_tables_grow_by_many_chunks_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     mapper = Pretended()
     shard, twin = shard_over(mapper, monkeypatch, 1 << 24), CpuShard(SPECS, seed=3)
-    for ids in (range(10), range(600), range(590, 640)):
+    for ids, room in ((range(10), 256), (range(600), 768), (range(590, 640), 768)):
         step(shard, ids)
         step(twin, ids)
+        stats = shard.stats()[0]
+        assert (stats.bytes_weights, stats.bytes_state) == (16 * room, 16 * room)
+        assert stats.bytes_metadata == 20 * room
     assert rows_of(shard) == rows_of(twin)
-    stats = shard.stats()[0]
-    room = 256 + 512
-    assert (stats.bytes_weights, stats.bytes_state) == (16 * room, 16 * room)
-    assert stats.bytes_metadata == 20 * room
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels would read the host's memory")
+def test_chunks_reach_as_far_as_the_index_and_memory_follows_the_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mapper = Pretended()
+    monkeypatch.setattr(memory, "row_memory", lambda _: RowMemory(mapper, 1 << 28))
+    found = DeviceMemory(ShardTables(SPECS, *forms_of(SPECS), torch.device("cpu")), seed=1)
+    own, grew = found._own, []
+    assert own is not None
+    for rows in range(1_000, 100_000, 1_000):
+        before = found.chunks, found.layout.tables_KT.clone()
+        found.reserve(np.array([1_000, 1_000]))
+        assert (found.rows_room_K >= rows).all()
+        assert own.bytes_mapped < found.rows_room_K @ ROW_BYTES + 12 * UNIT
+        same = torch.equal(found.layout.tables_KT, before[1])
+        assert same == (found.chunks == before[0])
+        grew.append(not same)
+        for k, row_bytes in enumerate(ROW_BYTES):
+            table, columns_WC = found._tables[k], found.columns_WC
+            for number in table.chunks[: table.ready]:
+                weights, rows_C = columns_WC[[CHUNK_WEIGHTS, CHUNK_CAPACITY], number].tolist()
+                assert mapper.backs(weights, rows_C * row_bytes)
+            assert columns_WC[CHUNK_CAPACITY, table.chunks[: table.ready]].sum() >= rows
+    assert sum(grew) == 7  # the index doubled as often
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels would read the host's memory")
-@pytest.mark.usefixtures("small")
 def test_a_refused_growth_holds_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     mapper = Pretended(room=16 * UNIT)
     shard = shard_over(mapper, monkeypatch, 1 << 24)
     step(shard, range(10))
     held = shard._memory._own.used  # type: ignore[attr-defined]
+    chunks = shard._memory.chunks  # type: ignore[attr-defined]
     before = rows_of(shard)
     with pytest.raises(OutOfDeviceMemory, match="rows of a GPU shard"):
         step(shard, range(300))
     assert shard._memory._own.used == held  # type: ignore[attr-defined]
     assert rows_of(shard) == before
+    assert shard._memory.chunks == chunks  # type: ignore[attr-defined]
     mapper.room = 1 << 40
     step(shard, range(300))
     assert shard.size(1) == 300
@@ -208,11 +211,10 @@ def test_a_gpu_s_rows_lie_in_mapped_memory() -> None:
     before = torch.cuda.memory_allocated()
     for rows in (1_000, 50_000, 3_000_000):
         found.reserve(np.array([rows, rows]))
-        assert own.used >= int(found.rows_room_K[0]) * (16 + 16 + 20)
-    own._settle()
-    assert own.bytes_mapped >= own.used + (16 << 20)
+        assert own.bytes_mapped >= found.rows_room_K @ ROW_BYTES
+    assert own.bytes_mapped < found.rows_room_K @ ROW_BYTES + (16 << 20) < own.used
     assert mapped.mapped_bytes(device) >= own.bytes_mapped
-    assert torch.cuda.memory_allocated() - before < own.used // 2
+    assert torch.cuda.memory_allocated() - before < own.bytes_mapped // 2
     free = torch.cuda.mem_get_info()[0]
     mapped_bytes = own.bytes_mapped
     del found, own, tables
@@ -222,3 +224,22 @@ def test_a_gpu_s_rows_lie_in_mapped_memory() -> None:
     with pytest.raises(OutOfDeviceMemory, match="bytes wanted"):
         CudaShard([TableSpec(name="t", segments=(wide,), expected_rows=1 << 30)], device=device)
     assert torch.cuda.mem_get_info()[0] >= free + mapped_bytes * 9 // 10
+
+
+@pytest.mark.gpu
+def test_many_tables_that_grow_step_by_step_have_the_rows_of_a_cpu() -> None:
+    segments = SPECS[1].segments
+    specs = [TableSpec(name=f"t{k}", segments=segments) for k in range(TABLES)]
+    shard, twin = CudaShard(specs, seed=3), CpuShard(specs, seed=3)
+    for number in range(12):
+        ids = range(number * NEW, (number + 1) * NEW)
+        for each in (shard, twin):
+            call = groups_of(*((k, ids) for k in range(TABLES)), device=each.device)
+            grads = tuple(torch.ones(NEW, 8, device=each.device) for _ in range(TABLES))
+            each.apply_ids(call, grads, ctx=StepContext(event_time_s=7))
+    asked = [(k, range(k, 12 * NEW, 7)) for k in range(TABLES)]
+    found, same = (each.find(groups_of(*asked, device=each.device)) for each in (shard, twin))
+    assert found.found_N.all()
+    for ours, theirs in zip(found.weights, same.weights, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs)
+    assert {stats.rows for stats in shard.stats()} == {12 * NEW}

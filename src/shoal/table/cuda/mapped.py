@@ -1,18 +1,17 @@
-"""Device memory for rows that grow: addresses reserved once, memory mapped ahead of its use."""
+"""Device memory for rows that grow: many addresses reserved once, memory put behind them later."""
 
 from __future__ import annotations
 
 import ctypes
 import weakref
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 _ALIGNED = 512
-_PIECE_BYTES = 16 << 20  # that a worker maps at a time: no longer are the driver's locks held
-_LEAST_AHEAD, _MOST_AHEAD = 32 << 20, 256 << 20
-_AHEAD = 16  # one such part of what is in use, within these
+_ADDRESSES = 4  # times the bytes of the device: tables have addresses for rows to come
 
 
 class Mapper(Protocol):
@@ -28,7 +27,7 @@ class Mapper(Protocol):
         ...
 
     def map(self, address: int, size: int) -> None:
-        """Put memory behind reserved addresses. Any thread may call it.
+        """Put memory behind reserved addresses.
 
         Raises:
             torch.OutOfMemoryError: the device has none left.
@@ -44,96 +43,79 @@ class Mapper(Protocol):
 
 
 class RowMemory:
-    """Hands out a device's memory from its lowest address on; given back all at once, when this
-    object goes.
+    """Hands out addresses of a device from the lowest on, and puts memory behind them when told.
 
-    A worker maps what is taken next, so that growing waits for the driver only where it outruns
-    the worker. It starts with the first `take` after `look_ahead`.
+    All is given back at once, when this object goes.
 
     Args:
         mapper: of the device.
-        most: bytes that can ever be taken.
+        most: addresses that can ever be taken.
     """
 
     def __init__(self, mapper: Mapper, most: int) -> None:
+        unit = mapper.granularity
         self._mapper = mapper
-        self._most = most // mapper.granularity * mapper.granularity
+        self._most = most // unit * unit
         self._start = mapper.reserve(self._most)
-        self._used = self._mapped = 0
+        self._used = 0
+        self._backed = np.zeros(self._most // unit, dtype=np.bool_)  # units with memory behind
         self._pieces: list[tuple[int, int]] = []
-        self._worker: ThreadPoolExecutor | None = None
-        self._under_way: Future[None] | None = None
         finalizer = weakref.finalize(self, mapper.free, self._start, self._most, self._pieces)
         finalizer.atexit = False  # the process gives all back
 
     @property
     def bytes_mapped(self) -> int:
         """Bytes of the device that are taken from others."""
-        return self._mapped
+        return sum(size for _, size in self._pieces)
+
+    @property
+    def used(self) -> int:
+        """Addresses handed out."""
+        return self._used
 
     def take(self, size: int) -> int:
-        """Address of `size` bytes, a multiple of 512; contents are whatever was there.
+        """The first of `size` addresses, a multiple of 512. There may be nothing behind them.
 
         Raises:
-            torch.OutOfMemoryError: the device has none left; nothing has changed.
+            torch.OutOfMemoryError: no more addresses; nothing has changed.
         """
         end = self._used + (size + _ALIGNED - 1) // _ALIGNED * _ALIGNED
         if end > self._most:
             raise _no_memory(size)
-        if end > self._mapped:
-            self._settle()
-            self._map_now(end)
         address, self._used = self._start + self._used, end
-        if self._worker is not None:
-            self._start_worker(self._worker)
         return address
 
-    @property
-    def used(self) -> int:
-        """Bytes handed out."""
-        return self._used
-
     def take_back(self, used: int) -> None:
-        """Have only so many of the bytes handed out: nobody uses the others."""
+        """Have only so many addresses handed out: nobody uses the others."""
         self._used = used
 
-    def look_ahead(self) -> None:
-        """Map ahead from here on: what is taken grows."""
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, "shoal-memory")
+    def back(self, parts: Sequence[tuple[int, int]]) -> None:
+        """Have memory behind these parts, each an address and a size; contents are whatever was
+        there. Those that have some keep it.
 
-    def _start_worker(self, worker: ThreadPoolExecutor) -> None:
-        ahead = min(max(self._used // _AHEAD, _LEAST_AHEAD), _MOST_AHEAD)
-        busy = self._under_way is not None and not self._under_way.done()
-        if busy or self._mapped - self._used > ahead // 2:
-            return
-        self._under_way = worker.submit(self._map_ahead, min(self._used + ahead, self._most))
+        Raises:
+            torch.OutOfMemoryError: the device has none left; some parts may have memory now.
+        """
+        unit, units = self._mapper.granularity, [np.zeros(0, dtype=np.int64)]
+        for address, size in parts:
+            first, last = address - self._start, address - self._start + size
+            units.append(np.arange(first // unit, -(-last // unit)))
+        wanted = np.unique(np.concatenate(units))
+        lacking = wanted[~self._backed[wanted]]
+        for run in np.split(lacking, np.flatnonzero(np.diff(lacking) > 1) + 1):
+            if run.size:
+                self._map(int(run[0]), run.size)
 
-    def _settle(self) -> None:
-        """Wait for the worker. What it had no memory for is asked for again where it is needed."""
-        future, self._under_way = self._under_way, None
-        if future is not None:
-            future.exception()
-
-    def _map_now(self, end: int) -> None:
-        size = end - self._mapped
+    def _map(self, first: int, units: int) -> None:
+        unit = self._mapper.granularity
+        piece = self._start + first * unit, units * unit
         try:
-            self._map(size)
+            self._mapper.map(*piece)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()  # what torch holds and nobody uses
-            self._map(size)
-
-    def _map_ahead(self, end: int) -> None:
-        while self._mapped < end:
-            self._map(min(end - self._mapped, _PIECE_BYTES))
-
-    def _map(self, size: int) -> None:
-        """Map so many bytes more at least; never called by two threads at a time."""
-        unit = self._mapper.granularity
-        piece = self._start + self._mapped, (size + unit - 1) // unit * unit
-        self._mapper.map(*piece)
+            self._mapper.map(*piece)
         self._pieces.append(piece)
-        self._mapped += piece[1]
+        self._backed[first : first + units] = True
 
 
 def row_memory(device: torch.device) -> RowMemory | None:
@@ -144,7 +126,7 @@ def row_memory(device: torch.device) -> RowMemory | None:
     mapper = CudaMapper.of(device.index)
     if mapper is None:
         return None
-    made = RowMemory(mapper, most)
+    made = RowMemory(mapper, _ADDRESSES * most)
     _MADE.setdefault(device.index, weakref.WeakSet()).add(made)
     return made
 

@@ -124,19 +124,21 @@ def _reason(error: RuntimeError) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
-METADATA_BYTES = 20  # of a row: id, version, last-seen time, count
+# Of a row: the words of its chunk that lead to them, and their bytes.
+_METADATA = ((CHUNK_IDS, 8), (CHUNK_VERSIONS, 4), (CHUNK_SEEN, 4), (CHUNK_COUNTS, 4))
+METADATA_BYTES = sum(size for _, size in _METADATA)
 
 
 @dataclass(frozen=True)
 class ChunkBlock:
-    """Memory of several chunks: addresses of all their weights, of their states, of their metadata
-    (ids, versions, times, counts, one array after the other), and what owns it if not a RowMemory.
+    """Memory, or addresses only, of several chunks, and what owns it if not a RowMemory.
+
+    parts: each an address, and arrays as `_METADATA` has them. A chunk has its arrays of a part one
+    after the other, and chunks follow each other: memory behind the first addresses is enough for
+    the first chunks.
     """
 
-    rows: int
-    weights: int
-    state: int
-    metadata: int
+    parts: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
     owned: tuple[Tensor, ...] = ()
 
 
@@ -162,43 +164,39 @@ def new_block(
     """Allocate chunks of so many rows; contents are whatever was there.
 
     Args:
-        own: where they come from; None: torch's allocator.
+        own: has addresses for them, with nothing behind; None: torch's allocator gives memory.
         host: where weights and state come from if not from the device.
 
     Raises:
         torch.OutOfMemoryError: no room on the device.
         OutOfDeviceMemory: no more pinned host memory.
     """
-    sizes = [rows * form.weight_bytes, rows * form.state_bytes, rows * METADATA_BYTES]
+    weights, state = (CHUNK_WEIGHTS, form.weight_bytes), (CHUNK_STATE, form.state_bytes)
+    arrays = weights, state, *_METADATA
     if host is not None:
-        parts = [host.take(size) for size in sizes[:2]]
-        parts.append(torch.empty(sizes[2], dtype=torch.uint8, device=device))
-        weights, state, metadata = (part.data_ptr() for part in parts)
-        return ChunkBlock(rows, weights, state, metadata, tuple(parts))
-    owned: tuple[Tensor, ...] = ()
+        parts = [host.take(rows * size) for _, size in (weights, state)]
+        parts.append(torch.empty(rows * METADATA_BYTES, dtype=torch.uint8, device=device))
+        addresses = [part.data_ptr() for part in parts]
+        of_each = ((weights,), (state,), _METADATA)
+        return ChunkBlock(tuple(zip(addresses, of_each, strict=True)), tuple(parts))
+    size = rows * bytes_of_row(form)
     if own is not None:
-        weights = own.take(sum(sizes))
-    else:
-        owned = (torch.empty(sum(sizes), dtype=torch.uint8, device=device),)
-        weights = owned[0].data_ptr()
-    state = weights + sizes[0]
-    return ChunkBlock(rows, weights, state, state + sizes[1], owned)
+        return ChunkBlock(((own.take(size), arrays),))
+    made = torch.empty(size, dtype=torch.uint8, device=device)
+    return ChunkBlock(((made.data_ptr(), arrays),), (made,))
 
 
-def chunk_columns(
-    block: ChunkBlock, sizes: Sequence[int], form: RowForm, table: int
-) -> NDArray[np.int64]:
+def chunk_columns(block: ChunkBlock, sizes: Sequence[int], table: int) -> NDArray[np.int64]:
     """The columns of `ShardLayout.chunks_WC` for the chunks of a block."""
-    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
+    rows_C = np.array(sizes, dtype=np.int64)
     columns = np.zeros((CHUNK_WORDS, len(sizes)), dtype=np.int64)
-    columns[CHUNK_WEIGHTS] = block.weights + starts * form.weight_bytes
-    columns[CHUNK_STATE] = block.state + starts * form.state_bytes
-    at = block.metadata
-    for word, size in ((CHUNK_IDS, 8), (CHUNK_VERSIONS, 4), (CHUNK_SEEN, 4), (CHUNK_COUNTS, 4)):
-        columns[word] = at + starts * size
-        at += block.rows * size
+    for address, arrays in block.parts:
+        at_C = address + (np.cumsum(rows_C) - rows_C) * sum(size for _, size in arrays)
+        for word, size in arrays:
+            columns[word] = at_C
+            at_C = at_C + rows_C * size
     columns[CHUNK_TABLE] = table
-    columns[CHUNK_CAPACITY] = sizes
+    columns[CHUNK_CAPACITY] = rows_C
     return columns
 
 
@@ -206,9 +204,26 @@ _FIRST_SLOTS = 64
 
 
 class TableMemory:
-    """What one table has allocated."""
+    """What one table has allocated.
 
-    __slots__ = ("chunks", "directory", "entries", "form", "free_list", "owned", "rows", "slots")
+    Attributes:
+        chunks: their numbers. The last ones may be addresses only, of rows to come.
+        reach: rows of all chunks.
+        ready: how many chunks have memory behind them. rows: that these have room for.
+    """
+
+    __slots__ = (
+        "chunks",
+        "directory",
+        "entries",
+        "form",
+        "free_list",
+        "owned",
+        "reach",
+        "ready",
+        "rows",
+        "slots",
+    )
 
     def __init__(self, form: RowForm, device: torch.device) -> None:
         self.form = form
@@ -218,7 +233,7 @@ class TableMemory:
         self.free_list: Tensor = torch.zeros(1, dtype=torch.int32, device=device)
         self.owned: list[Tensor] = []  # memory of chunks that is not the shard's RowMemory
         self.chunks: list[int] = []
-        self.rows = 0  # that its chunks have room for
+        self.reach = self.ready = self.rows = 0
 
     @property
     def index_bytes(self) -> int:
@@ -227,19 +242,22 @@ class TableMemory:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What a table lacks: sizes of further chunks, slots of another index or 0."""
+    """What a table lacks: sizes of further chunks, and slots of another index or 0; `ready` of its
+    chunks have memory then, and `rows` more rows.
+    """
 
     table: int
     form: RowForm
     sizes: tuple[int, ...]
     slots: int
+    ready: int
+    rows: int
 
     @property
     def bytes_wanted(self) -> int:
-        """Bytes of its chunks and its index."""
-        row_bytes = bytes_of_row(self.form)
+        """Bytes of its rows and its index."""
         buckets = self.slots // BUCKET_SLOTS + 1 if self.slots else 0
-        return sum(self.sizes) * row_bytes + buckets * BUCKET_BYTES
+        return self.rows * bytes_of_row(self.form) + buckets * BUCKET_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +273,20 @@ class AllocatedGrowth:
     blocks: tuple[tuple[ChunkBlock, tuple[int, ...]], ...]
     directory: Tensor | None
     entries: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _News:
+    """Lines of all tables and columns of further chunks; the same, and the numbers of these chunks,
+    on the device; memory for the columns of all chunks, where there is too little.
+    """
+
+    lines_KT: Counts
+    columns_WC: Counts
+    staged_KT: Tensor
+    sent_WC: Tensor
+    numbers_C: Tensor
+    wider_WC: Tensor | None
 
 
 def bytes_of_row(form: RowForm) -> int:
@@ -275,7 +307,7 @@ _SOFT_SHARE = (3, 4)
 _FRESH_SHARE = (5, 8)  # of slots, right after a rebuild at most: else the next is soon due again
 _NO_LIMIT = 1 << 31
 _GROWTH = 16  # a table grows by one such part of its rows at least
-_GROWTH_BYTES = 16 << 20  # at most: no part of a step may be long
+_GROWTH_BYTES = 16 << 20  # at most
 MOST_CHUNKS = 1 << (31 - CHUNK_BITS)  # a handle is an int32 that is not negative
 
 
@@ -305,6 +337,7 @@ class DeviceMemory:
         self._lines_KT = np.zeros((len(specs), TABLE_WORDS), dtype=np.int64)
         self._columns_WC: Counts = np.zeros((CHUNK_WORDS, 64), dtype=np.int64)
         self._chunks = 0
+        self._room_K: Counts = np.zeros(len(specs), dtype=np.int64)
         for k, spec in enumerate(specs):
             form, line = forms[form_of[k]], self._lines_KT[k]
             line[TABLE_SALT], line[TABLE_SEED] = to_signed(salt(spec.hash_name)), to_signed(seed)
@@ -400,8 +433,6 @@ class DeviceMemory:
             # left under way: the device has those to do.
             counters.wait(but=2)
             if not self._roomy(new_K):
-                if self._own is not None:
-                    self._own.look_ahead()
                 self._make_room(counters.rows_bound_K + new_K, new_K)
         counters.launched_K += new_K
 
@@ -440,29 +471,62 @@ class DeviceMemory:
             return
         more = sum(len(growth.sizes) for growth in growths)
         self._check_chunks(more)
-        used = 0 if self._own is None else self._own.used
+        used, news = 0 if self._own is None else self._own.used, None
         try:
             parts = self._allocated_all(growths)
-            columns_WC, lines_KT = self._columns_of(parts), self._lines_with(parts)
-            numbers = np.arange(self._chunks, self._chunks + more)
-            words = [lines_KT.reshape(-1), columns_WC.reshape(-1), numbers]
-            on_device = staged(np.concatenate(words), self.device)
-            wider_WC = self._wider(more)
+            columns_WC = self._columns_of(parts)
+            if self._own is not None:
+                self._own.back(self._without_memory(parts, columns_WC))
+            if more or any(growth.slots for growth in growths):
+                news = self._news_of(parts, columns_WC)
         except Exception:
             if self._own is not None:
                 self._own.take_back(used)
             raise
+        if news is not None:
+            self._take_all(parts, news)
+        for growth in growths:
+            table = self._tables[growth.table]
+            table.ready, table.rows = growth.ready, table.rows + growth.rows
+        self._room_K = np.array([table.rows for table in self._tables], dtype=np.int64)
+
+    def _without_memory(
+        self, parts: Sequence[AllocatedGrowth], columns_WC: Counts
+    ) -> list[tuple[int, int]]:
+        """Addresses and bytes of the chunks that are to have memory; columns_WC: of new ones."""
+        found: list[tuple[int, int]] = []
+        for part in parts:
+            growth, table = part.growth, self._tables[part.growth.table]
+            old = table.chunks[table.ready : growth.ready]
+            new = part.first - self._chunks
+            new_WC = columns_WC[:, new : new + growth.ready - table.ready - len(old)]
+            both_WC = np.concatenate([self._columns_WC[:, old], new_WC], axis=1)
+            sizes_C = both_WC[CHUNK_CAPACITY] * bytes_of_row(growth.form)
+            found += zip(both_WC[CHUNK_WEIGHTS].tolist(), sizes_C.tolist(), strict=True)
+        return found
+
+    def _news_of(self, parts: Sequence[AllocatedGrowth], columns_WC: Counts) -> _News:
+        """What kernels are to know of growths, sent to the device."""
+        more, lines_KT = columns_WC.shape[1], self._lines_with(parts)
+        numbers = np.arange(self._chunks, self._chunks + more)
+        words = [lines_KT.reshape(-1), columns_WC.reshape(-1), numbers]
+        on_device = staged(np.concatenate(words), self.device)
         staged_KT, sent_WC, numbers_C = torch.split(on_device, [part.size for part in words])
+        sent = staged_KT.view(lines_KT.shape), sent_WC.view(CHUNK_WORDS, more), numbers_C
+        return _News(lines_KT, columns_WC, *sent, self._wider(more))
+
+    def _take_all(self, parts: Sequence[AllocatedGrowth], news: _News) -> None:
+        """Give tables what was allocated for them; allocates nothing on the device."""
         old = [self._tables[part.growth.table].entries for part in parts]
         for part in parts:
             at = part.first - self._chunks
-            self._take(part, numbers_C[at : at + len(part.growth.sizes)])
-        self._append(columns_WC, sent_WC.view(CHUNK_WORDS, more), wider_WC)
+            self._take(part, news.numbers_C[at : at + len(part.growth.sizes)])
+        self._append(news.columns_WC, news.sent_WC, news.wider_WC)
         for entries, part in zip(old, parts, strict=True):
             if part.entries is not None:
                 self._move_index(part.growth.table, entries, part.entries)
         retire(*old)
-        self._show(lines_KT, staged_KT.view(lines_KT.shape))
+        self._show(news.lines_KT, news.staged_KT)
 
     def _allocated_all(self, growths: Sequence[Growth]) -> list[AllocatedGrowth]:
         """Everything on the device that growths need."""
@@ -481,16 +545,25 @@ class DeviceMemory:
         used_K = self.counters.used_K
         crowded_K = (used_K + flying_K > self._hard_K) | (used_K > self._soft_K)
         for k in np.flatnonzero(lacking_K | crowded_K).tolist():
-            table, limit = self._tables[k], int(self._limits_K[k])
-            want = min(int(rows_K[k]), limit)
-            sizes: list[int] = []
-            if want > table.rows:
-                ahead = min(table.rows // _GROWTH, _GROWTH_BYTES // bytes_of_row(table.form))
-                target = want if least else max(want, table.rows + ahead)
-                sizes = chunks_for(len(table.chunks), table.rows, min(target, limit))
             slots = self._slots_for(k, int(rows_K[k])) if crowded_K[k] else 0
-            growths.append(Growth(k, table.form, tuple(sizes), slots))
+            growths.append(self._growth(k, int(rows_K[k]), slots, least=least))
         return growths
+
+    def _growth(self, k: int, rows: int, slots: int, *, least: bool) -> Growth:
+        table, limit = self._tables[k], int(self._limits_K[k])
+        target = min(rows, limit)
+        if target > table.rows and not least:
+            ahead = min(table.rows // _GROWTH, _GROWTH_BYTES // bytes_of_row(table.form))
+            target = min(max(target, table.rows + ahead), limit)
+        reach = target
+        if self._own is not None and not least and self._chunks < MOST_CHUNKS // 2:
+            # Addresses cost nothing: chunks become more when the index does, seldom.
+            filled = _share(slots or table.slots, _HARD_SHARE)
+            reach = max(target, min(filled, limit))
+        sizes = chunks_for(len(table.chunks), table.reach, reach)
+        backed = chunks_for(table.ready, table.rows, target)
+        ready = table.ready + len(backed)
+        return Growth(k, table.form, tuple(sizes), slots, ready, sum(backed))
 
     def _slots_for(self, k: int, rows: int) -> int:
         """Slots of the index to rebuild into: it leaves erased marks behind."""
@@ -534,7 +607,7 @@ class DeviceMemory:
 
     def _columns_of(self, parts: Sequence[AllocatedGrowth]) -> Counts:
         columns = [
-            chunk_columns(block, sizes, part.growth.form, part.growth.table)
+            chunk_columns(block, sizes, part.growth.table)
             for part in parts
             for block, sizes in part.blocks
         ]
@@ -562,7 +635,7 @@ class DeviceMemory:
         if growth.sizes:
             table.owned.extend(tensor for block, _ in part.blocks for tensor in block.owned)
             table.chunks.extend(range(part.first, part.first + len(growth.sizes)))
-            table.rows += sum(growth.sizes)
+            table.reach += sum(growth.sizes)
             table.directory[present : len(table.chunks)] = numbers_C
         if part.entries is not None:
             table.entries, table.slots = part.entries, growth.slots
@@ -576,7 +649,6 @@ class DeviceMemory:
         """Have kernels see new lines; allocates nothing on the device."""
         self._lines_KT = lines_KT
         self._slots_K: Counts = np.array([table.slots for table in self._tables], dtype=np.int64)
-        self._room_K: Counts = np.array([table.rows for table in self._tables], dtype=np.int64)
         self._hard_K: Counts = self._slots_K * _HARD_SHARE[0] // _HARD_SHARE[1]
         self._soft_K: Counts = self._slots_K * _SOFT_SHARE[0] // _SOFT_SHARE[1]
         self.layout.tables_KT.copy_(staged_KT, non_blocking=True)
