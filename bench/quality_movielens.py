@@ -1,13 +1,15 @@
-"""Prediction quality of models on MovieLens-100K, next to torch-rechub's; and what hashing costs.
+"""Prediction quality of models on MovieLens-100K, next to torch-rechub's and deepctr-torch's; and
+what hashing costs.
 
     .venv-peers/bin/python bench/quality_movielens.py --data DIR --json out.json
 
 DIR has ml-100k.inter.gz, .item.gz and .user.gz, tab-separated with a header line. The label is a
-rating of 4 or more; the last fifth of the ratings by time is evaluated on. Both sides have the same
+rating of 4 or more; the last fifth of the ratings by time is evaluated on. All sides have the same
 inputs, embeddings of 16 columns, hidden layers 64 and 32 with batch normalisation, batches of 256,
 Adam at 0.001, and as many epochs as did best (of 1 to 3, on the last tenth of the training ratings,
-for each model and side on its own). A figure is the mean of the seeds; its note has the half-width
-of a 95 % interval.
+for each model and side on its own); each peer has the weight decay of its own trainer. A figure is
+the mean of the seeds; its note has the half-width of a 95 % interval. `curve` of a row has (low,
+mean, high) after each epoch of ours and of the peer; `scripts/draw_movielens.py` draws it.
 
 Hashed ids are users' and movies' alone: the id's hash modulo an eighth of their number.
 """
@@ -17,9 +19,12 @@ from __future__ import annotations
 import argparse
 import csv
 import gzip
+import json
 import statistics
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +40,11 @@ from shoal.metrics import auc
 
 __all__ = ["main"]
 
-PACKAGES = ("shoal", "torch-rechub", "torch")
+PACKAGES = ("shoal", "torch-rechub", "deepctr-torch", "torch")
 IDS = ("user_id", "movie_id", "gender", "occupation", "zip_code", "age", "year")
-HIDDEN, DIM, BATCH, EPOCHS = (64, 32), 16, 256, (1, 2, 3)
+HIDDEN, DIM, BATCH, EPOCHS = (64, 32), 16, 256, 3
 T_95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}  # of the mean of so many seeds
+Curve = list[float]  # AUC after each epoch
 MODELS: dict[str, dict[str, Any]] = {
     "deepfm": {"kind": "deepfm"},
     "dcn": {"kind": "dcn", "cross_layers": 3},
@@ -74,13 +80,14 @@ def ratings(folder: Path) -> pa.Table:
 
 def ours(
     folder: Path, sides: Sequence[Path], model: str, seed: int, epochs: int, hashed: bool
-) -> float:
-    """AUC of a run of shoal on (training, evaluation) files."""
+) -> Curve:
+    """AUC of a run of shoal on (training, evaluation) files after each epoch."""
     features: dict[str, Any] = {name: {"kind": "id"} for name in (*IDS, "genres")}
     if hashed:
         known = {"user_id": 943, "movie_id": 1682}
         for name, count in known.items():
             features[name]["ids"] = {"kind": "hash", "size": count // 8}
+    steps = -(-pq.read_metadata(sides[0]).num_rows // BATCH)
     run = config.from_mapping(
         {
             "name": "movielens",
@@ -101,16 +108,21 @@ def ours(
             "features": {**{name: {} for name in IDS}, "genres": {"combiner": "mean"}},
             "model": {**MODELS[model], "hidden": list(HIDDEN), "batch_norm": True},
             "baselines": [],
-            "logging": {"tensorboard": False, "jsonl": False},
+            "eval": {"every_steps": steps},
+            "logging": {"tensorboard": False},
             "output": {"dir": str(folder), "save_model": False},
         }
     )
     result = train.run(run, console=Console(quiet=True))
-    return next(iter(result.metrics.values()))["auc"]
+    lines = (result.folder / "logs" / "log.jsonl").read_text().splitlines()
+    name = f"eval/auc/{model}"
+    # The last epoch's is there twice: the run ends with an evaluation.
+    found = {row["step"]: row[name] for row in map(json.loads, lines) if name in row}
+    return [found[steps * (epoch + 1)] for epoch in range(epochs)]
 
 
 class Coded:
-    """Ratings as torch-rechub takes them: ids are numbers from 1, 0 is unknown or padding."""
+    """Ratings as the peers take them: ids are numbers from 1, 0 is unknown or padding."""
 
     def __init__(self, table: pa.Table) -> None:
         self.label = torch.tensor(table["label"].to_pylist(), dtype=torch.float32)
@@ -130,8 +142,8 @@ class Coded:
         return {name: values[rows] for name, values in self.x.items()}, self.label[rows]
 
 
-def theirs(coded: Coded, first: int, last: int, model: str, seed: int) -> list[float]:
-    """AUC of torch-rechub's model on ratings first..last after each epoch on those before."""
+def rechub(coded: Coded, model: str, seed: int) -> torch.nn.Module:
+    """A model of torch-rechub: features by name -> probabilities."""
     from torch_rechub.basic.features import SequenceFeature, SparseFeature
     from torch_rechub.models.ranking import DCNv2, DeepFM
 
@@ -144,14 +156,62 @@ def theirs(coded: Coded, first: int, last: int, model: str, seed: int) -> list[f
         if model == "deepfm"
         else DCNv2(features, 3, layers, use_low_rank_mixture=False)
     )
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.001, weight_decay=1e-5)
+    return net
+
+
+class DeepCtr(torch.nn.Module):
+    """A model of deepctr-torch: features by name -> probabilities."""
+
+    def __init__(self, coded: Coded, model: str, seed: int) -> None:
+        from deepctr_torch.inputs import SparseFeat, VarLenSparseFeat
+        from deepctr_torch.models import DCN, DeepFM
+
+        super().__init__()
+        columns: list[Any] = [SparseFeat(name, coded.sizes[name], DIM) for name in IDS]
+        genres = SparseFeat("genres", coded.sizes["genres"], DIM)
+        columns.append(VarLenSparseFeat(genres, maxlen=coded.x["genres"].shape[1], combiner="mean"))
+        shared: dict[str, Any] = {"dnn_hidden_units": HIDDEN, "dnn_use_bn": True, "seed": seed}
+        if model == "deepfm":
+            self.net = DeepFM(columns, columns, **shared)
+        else:
+            self.net = DCN(columns, columns, 3, "matrix", **shared)
+
+    def forward(self, x: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Probabilities [B]."""
+        parts = [x[name].view(len(x[name]), -1) for name in self.net.feature_index]
+        found: torch.Tensor = self.net(torch.cat(parts, 1).float()).squeeze(1)
+        return found
+
+    def penalty(self) -> torch.Tensor:
+        """What its own trainer adds to the sum of losses of a batch."""
+        found: torch.Tensor = self.net.get_regularization_loss().sum()
+        return found
+
+
+PEERS: dict[str, Callable[[Coded, str, int], torch.nn.Module]] = {
+    "torch-rechub": rechub,
+    "deepctr-torch": DeepCtr,
+}
+
+
+def theirs(
+    peer: str, coded: Coded, ends: tuple[int, int], model: str, seed: int, epochs: int
+) -> Curve:
+    """AUC of a peer's model on ratings ends[0]..ends[1] after each epoch on those before."""
+    first, last = ends
+    net = PEERS[peer](coded, model, seed)
+    penalised = isinstance(net, DeepCtr)
+    decay = 0.0 if penalised else 1e-5
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.001, weight_decay=decay)
     found = []
-    for _ in EPOCHS:
+    for _ in range(epochs):
         net.train()
         for rows in torch.randperm(first).split(BATCH):
             x, y = coded.at(rows)
             optimizer.zero_grad()
-            torch.nn.functional.binary_cross_entropy(net(x), y).backward()
+            reduction = "sum" if penalised else "mean"
+            loss = torch.nn.functional.binary_cross_entropy(net(x), y, reduction=reduction)
+            (loss + net.penalty() if isinstance(net, DeepCtr) else loss).backward()
             optimizer.step()
         net.eval()
         with torch.no_grad():
@@ -161,12 +221,51 @@ def theirs(coded: Coded, first: int, last: int, model: str, seed: int) -> list[f
     return found
 
 
-def figure(values: Sequence[float]) -> tuple[float, str]:
-    """Mean over seeds, and its interval."""
-    if len(values) < 2:
-        return values[0], "one seed"
-    half = T_95[len(values)] * statistics.stdev(values) / len(values) ** 0.5
-    return statistics.fmean(values), f"+- {half:.4f} over {len(values)} seeds"
+@dataclass(frozen=True)
+class Found:
+    """Curves of all seeds, and after how many epochs the tuning split was predicted best."""
+
+    curves: list[Curve]
+    epochs: int
+
+    @property
+    def band(self) -> list[tuple[float, float, float]]:
+        """(low, mean, high) after each epoch."""
+        return [interval(values) for values in zip(*self.curves, strict=True)]
+
+    @property
+    def mean(self) -> float:
+        """AUC after `epochs`."""
+        return self.band[self.epochs - 1][1]
+
+    @property
+    def note(self) -> str:
+        """The interval of the mean."""
+        _, mean, high = self.band[self.epochs - 1]
+        return f"+- {high - mean:.4f} over {len(self.curves)} seeds, {self.epochs} epochs"
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """(low, mean, high) of the mean of seeds, with 95 % confidence."""
+    mean = statistics.fmean(values)
+    spread = statistics.stdev(values) if len(values) > 1 else 0.0
+    half = T_95.get(len(values), 0.0) * spread / len(values) ** 0.5
+    return mean - half, mean, mean + half
+
+
+def best(name: str, tuning: Curve, curves: Iterable[Curve]) -> Found:
+    """Curves of seeds, with the epochs that did best in tuning; printed."""
+    found = Found(list(curves), 1 + tuning.index(max(tuning)))
+    print(f"{name}: tuning {tuning}, seeds {found.curves}", file=sys.stderr, flush=True)
+    return found
+
+
+def compared(name: str, peer: str, own: Found, other: Found) -> dict[str, Any]:
+    """A row of the result."""
+    note = f"ours {own.note}; {peer} {other.note}"
+    measured = Measured(ours=own.mean, peer_value=other.mean, note=note)
+    row = as_row(Case(name=name, unit="AUC", peer=peer, bar=1.0), measured)
+    return {**row, "curve": {"ours": own.band, "peer": other.band}}
 
 
 def main() -> None:
@@ -177,7 +276,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed and one epoch")
     arguments = parser.parse_args()
     seeds = range(1 if arguments.quick else arguments.seeds)
-    tries = EPOCHS[:1] if arguments.quick else EPOCHS
+    epochs = 1 if arguments.quick else EPOCHS
     torch.set_num_threads(1)
     table = ratings(arguments.data)
     test, tune = len(table) * 8 // 10, len(table) * 72 // 100
@@ -188,32 +287,25 @@ def main() -> None:
         files = {side: folder / f"{side}.parquet" for side in cuts}
         for side, (first, last) in cuts.items():
             pq.write_table(table[first:last], files[side])
-        shown: dict[tuple[str, bool], tuple[float, str]] = {}
+        tuned, tested = (files["tune"], files["tuning"]), (files["fit"], files["test"])
         for model in MODELS:
-            for hashed in (False, True):
-                pair = [files["tune"], files["tuning"]]
-                scores = {n: ours(folder, pair, model, 0, n, hashed) for n in tries}
-                epochs = max(scores, key=scores.__getitem__)
-                pair = [files["fit"], files["test"]]
-                found = [ours(folder, pair, model, seed, epochs, hashed) for seed in seeds]
-                shown[model, hashed] = figure(found)
-            scores_E = theirs(coded, tune, test, model, 0)[: len(tries)]
-            epochs = 1 + scores_E.index(max(scores_E))
-            peers = [theirs(coded, test, len(table), model, seed)[epochs - 1] for seed in seeds]
-            value, note = figure(peers)
-            (own, spread), (hashed_value, hashed_spread) = shown[model, False], shown[model, True]
-            measured = Measured(ours=own, peer_value=value, note=f"ours {spread}, theirs {note}")
-            peer = {"deepfm": "torch-rechub DeepFM", "dcn": "torch-rechub DCNv2"}[model]
-            case = Case(name=f"movielens, {model}", unit="AUC", peer=peer, bar=1.0)
-            rows.append(as_row(case, measured))
-            note = f"collisionless {spread}, hashed {hashed_spread}"
-            case = Case(
-                name=f"movielens, {model}, every id",
-                unit="AUC",
-                peer="ids hashed to an eighth",
-                bar=1.0,
+            every, hashed = (
+                best(
+                    f"{model}, {hashes=}",
+                    ours(folder, tuned, model, 0, epochs, hashes),
+                    [ours(folder, tested, model, seed, epochs, hashes) for seed in seeds],
+                )
+                for hashes in (False, True)
             )
-            rows.append(as_row(case, Measured(ours=own, peer_value=hashed_value, note=note)))
+            for peer in PEERS:
+                other = best(
+                    f"{model}, {peer}",
+                    theirs(peer, coded, (tune, test), model, 0, epochs),
+                    [theirs(peer, coded, (test, len(table)), model, s, epochs) for s in seeds],
+                )
+                rows.append(compared(f"movielens, {model}, {peer}", peer, every, other))
+            peer = "ids hashed to an eighth"
+            rows.append(compared(f"movielens, {model}, every id", peer, every, hashed))
     conclude(rows, arguments.json, PACKAGES)
 
 

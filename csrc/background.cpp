@@ -32,7 +32,7 @@ struct SchedAttr {  // of sched_setattr(2): the C library declares neither
 }  // namespace
 
 void give_way() {
-  const auto thread = static_cast<id_t>(gettid());
+  const auto thread = static_cast<id_t>(syscall(SYS_gettid));  // glibc before 2.30 has no gettid
   errno = 0;
   const int own = getpriority(PRIO_PROCESS, thread);
   if (own == -1 && errno != 0) throw std::system_error(errno, std::generic_category());

@@ -11,9 +11,7 @@
 #include <memory>
 #include <stdexcept>
 
-#include "bind_row_images.h"
-#include "bind_shard.h"
-#include "bind_snapshot.h"
+#include "bind.h"
 #include "bind_specs.h"
 #include "instruction_set.h"
 #include "shard.h"
@@ -26,13 +24,13 @@ namespace {
 
 // A ticket ends with its Python object at the latest; it keeps the shard alive until then.
 struct PyTicket {
-  std::shared_ptr<PyShard> owner;
+  std::shared_ptr<Shard> owner;
   std::unique_ptr<Ticket> ticket;
-  PyTicket(std::shared_ptr<PyShard> o, std::unique_ptr<Ticket> t)
+  PyTicket(std::shared_ptr<Shard> o, std::unique_ptr<Ticket> t)
       : owner(std::move(o)), ticket(std::move(t)) {}
   PyTicket(const PyTicket&) = delete;
   PyTicket& operator=(const PyTicket&) = delete;
-  ~PyTicket() { owner->shard.end(*ticket); }
+  ~PyTicket() { owner->end(*ticket); }
 };
 
 // Checked on construction: whatever holds groups may read by them. Python words the refusal.
@@ -106,7 +104,7 @@ void bind_values(nb::module_& m) {
   m.def("pooled32", &pooled<float, std::size_t, std::size_t>, "rows"_a, "columns"_a);
   m.def("pooled64", &pooled<double, std::size_t, std::size_t>, "rows"_a, "columns"_a);
   nb::class_<PyTicket>(m, "Ticket")
-      .def("end", [](PyTicket& t) { t.owner->shard.end(*t.ticket); })
+      .def("end", [](PyTicket& t) { t.owner->end(*t.ticket); })
       .def_prop_ro("live", [](const PyTicket& t) { return t.ticket->live.load(); })
       .def_prop_ro("event_time_s", [](const PyTicket& t) { return t.ticket->event_time_s; })
       .def("admitted",
@@ -157,72 +155,72 @@ void bind_values(nb::module_& m) {
       });
 }
 
-void bind_lookups(nb::class_<PyShard>& shard) {
+void bind_lookups(nb::class_<Shard>& shard) {
   shard
       .def("find",
-           [](PyShard& s, const PyGroups& g, const Addresses& outputs, Address found,
+           [](Shard& s, const PyGroups& g, const Addresses& outputs, Address found,
               int threads) {
              const std::vector<void*> out = all_at<void>(outputs);
-             s.shard.find(g.get(), out.data(), at<std::uint8_t>(found), threads);
+             s.find(g.get(), out.data(), at<std::uint8_t>(found), threads);
            },
            Release())
       .def("find_pooled",
-           [](PyShard& s, const PyGroups& g, const Plan& plan, Address offsets, std::int64_t bags,
+           [](Shard& s, const PyGroups& g, const Plan& plan, Address offsets, std::int64_t bags,
               Address weights, const Addresses& outputs, int threads) {
              const std::vector<void*> out = all_at<void>(outputs);
-             s.shard.find_pooled(g.get(),
+             s.find_pooled(g.get(),
                                  GatherArgs{&plan, at<const std::int64_t>(offsets), bags,
                                             at<const float>(weights), out.data(), 0, threads});
            },
            Release())
       .def("gather",
-           [](PyShard& s, const PyTicket& t, const Plan* plan, Address offsets, std::int64_t bags,
+           [](Shard& s, const PyTicket& t, const Plan* plan, Address offsets, std::int64_t bags,
               Address weights, const Addresses& outputs, std::int64_t global_step,
               int threads) {
              const std::vector<void*> out = all_at<void>(outputs);
-             s.shard.gather(*t.ticket, GatherArgs{plan, at<const std::int64_t>(offsets), bags,
+             s.gather(*t.ticket, GatherArgs{plan, at<const std::int64_t>(offsets), bags,
                                                   at<const float>(weights), out.data(),
                                                   global_step, threads});
            },
            "ticket"_a, "plan"_a.none(), "offsets"_a, "bags"_a, "weights"_a, "outputs"_a,
            "global_step"_a, "threads"_a, Release());
-  shard.def("find_or_init", [](std::shared_ptr<PyShard> s, const PyGroups& g, Address counts,
+  shard.def("find_or_init", [](std::shared_ptr<Shard> s, const PyGroups& g, Address counts,
                                std::int64_t global_step, std::uint32_t event_time_s, int threads) {
     std::unique_ptr<Ticket> ticket;
     {
       const nb::gil_scoped_release release;
-      ticket = s->shard.find_or_init(g.get(), at<const std::int64_t>(counts), false,
+      ticket = s->find_or_init(g.get(), at<const std::int64_t>(counts), false,
                                      step_of(global_step, event_time_s), threads);
     }
     return std::make_unique<PyTicket>(std::move(s), std::move(ticket));
   });
 }
 
-void bind_updates(nb::class_<PyShard>& shard) {
+void bind_updates(nb::class_<Shard>& shard) {
   shard
       .def("apply",
-           [](PyShard& s, const std::vector<PyRecord*>& records, std::vector<double> lrs,
+           [](Shard& s, const std::vector<PyRecord*>& records, std::vector<double> lrs,
               std::int64_t global_step, std::uint32_t event_time_s, int nan_policy,
               double nan_clip, int threads) {
-             s.shard.apply(ApplyArgs{records_of(records), std::move(lrs),
+             s.apply(ApplyArgs{records_of(records), std::move(lrs),
                                      step_of(global_step, event_time_s, nan_policy, nan_clip),
                                      threads});
-             for (PyRecord* r : records) s.shard.end(*r->ticket->ticket);
+             for (PyRecord* r : records) s.end(*r->ticket->ticket);
            },
            Release())
       .def("sum",
-           [](PyShard& s, const std::vector<PyRecord*>& records) {
-             return s.shard.sum(records_of(records));
+           [](Shard& s, const std::vector<PyRecord*>& records) {
+             return s.sum(records_of(records));
            },
            Release())
       .def("apply_ids",
-           [](PyShard& s, const PyGroups& g, Address counts, const Addresses& grads,
+           [](Shard& s, const PyGroups& g, Address counts, const Addresses& grads,
               const Addresses& seen, std::vector<double> lrs, std::int64_t global_step,
               std::uint32_t event_time_s, int nan_policy, double nan_clip, int threads) {
              const std::vector<void*> grad = all_at<void>(grads), now = all_at<void>(seen);
              GradArgs record{nullptr, nullptr, nullptr, 0, nullptr, grad.data(), 1.0,
                              now.empty() ? nullptr : now.data()};
-             s.shard.apply_ids(g.get(), at<const std::int64_t>(counts),
+             s.apply_ids(g.get(), at<const std::int64_t>(counts),
                                ApplyArgs{{record},
                                          std::move(lrs),
                                          step_of(global_step, event_time_s, nan_policy, nan_clip),
@@ -230,39 +228,32 @@ void bind_updates(nb::class_<PyShard>& shard) {
            },
            Release())
       .def("write",
-           [](PyShard& s, const PyGroups& g, int mode, const Addresses& values,
+           [](Shard& s, const PyGroups& g, int mode, const Addresses& values,
               Address status, std::int64_t global_step, std::uint32_t event_time_s, int threads) {
              const std::vector<void*> value = all_at<void>(values);
-             s.shard.write(g.get(), static_cast<Shard::Write>(mode), value.data(),
+             s.write(g.get(), static_cast<Shard::Write>(mode), value.data(),
                            at<std::int32_t>(status), step_of(global_step, event_time_s), threads);
            },
            Release());
 }
 
-void bind_upkeep(nb::class_<PyShard>& shard) {
-  shard.def("evict", [](PyShard& s, std::int64_t now_s) { return s.shard.evict(now_s); }, Release())
-      .def("remove", [](PyShard& s, const PyGroups& g) { return s.shard.remove(g.get()); }, Release())
-      .def("close_version", [](PyShard& s) { return s.shard.close_version(); }, Release())
-      .def("release",
-           [](PyShard& s, std::uint32_t version, const std::string& consumer) {
-             s.shard.release(version, consumer);
-           },
-           Release())
-      .def("leave", [](PyShard& s, const std::string& consumer) { s.shard.leave(consumer); },
-           Release())
-      .def("incarnation", [](PyShard& s) { return s.shard.incarnation(); }, Release())
-      .def("clear", [](PyShard& s, int t) { s.shard.clear(t); }, Release())
-      .def_prop_rw(
-          "last_step", [](const PyShard& s) { return s.shard.last_step(); },
-          [](PyShard& s, std::int64_t step) { s.shard.set_last_step(step); })
+void bind_upkeep(nb::class_<Shard>& shard) {
+  shard.def("evict", &Shard::evict, Release())
+      .def("remove", [](Shard& s, const PyGroups& g) { return s.remove(g.get()); }, Release())
+      .def("close_version", &Shard::close_version, Release())
+      .def("release", &Shard::release, Release())
+      .def("leave", &Shard::leave, Release())
+      .def("incarnation", &Shard::incarnation, Release())
+      .def("clear", &Shard::clear, Release())
+      .def_prop_rw("last_step", &Shard::last_step, &Shard::set_last_step)
       .def("export",
-           [](PyShard& s, int t) { return s.shard.export_rows(t, nullptr); }, Release())
+           [](Shard& s, int t) { return s.export_rows(t, nullptr); }, Release())
       .def("entry",
-           [](PyShard& s, int t, std::int64_t id) { return s.shard.export_rows(t, &id); },
+           [](Shard& s, int t, std::int64_t id) { return s.export_rows(t, &id); },
            Release())
       .def("load",
-           [](PyShard& s, int t, std::int64_t n, const Addresses& from, int threads) {
-             s.shard.load_rows(t,
+           [](Shard& s, int t, std::int64_t n, const Addresses& from, int threads) {
+             s.load_rows(t,
                                Table::Columns{n, at<const std::int64_t>(from[0]),
                                               at<const std::int64_t>(from[1]),
                                               at<const std::int64_t>(from[2]),
@@ -271,17 +262,16 @@ void bind_upkeep(nb::class_<PyShard>& shard) {
                                threads);
            },
            Release())
-      .def("expect", [](PyShard& s, int t, std::int64_t rows) { s.shard.expect(t, rows); },
-           Release())
+      .def("expect", &Shard::expect, Release())
       .def("size",
-           [](PyShard& s, int t) {
-             const ReadGuard guard(s.shard.lock());
-             return s.shard.table(t).index().size();
+           [](Shard& s, int t) {
+             const ReadGuard guard(s.lock());
+             return s.table(t).index().size();
            },
            Release())
-      .def("stats", [](PyShard& s, int t) {
-        const ReadGuard guard(s.shard.lock());
-        const Table& table = s.shard.table(t);
+      .def("stats", [](Shard& s, int t) {
+        const ReadGuard guard(s.lock());
+        const Table& table = s.table(t);
         nb::dict d;
         d["rows"] = table.index().size();
         d["weights"] = table.arena().weight_bytes();
@@ -297,22 +287,22 @@ void bind_upkeep(nb::class_<PyShard>& shard) {
       });
   shard
       .def("admission_counts",
-           [](PyShard& s, int t) {
-             const WriteGuard guard(s.shard.lock());
+           [](Shard& s, int t) {
+             const WriteGuard guard(s.lock());
              std::pair<std::vector<std::int64_t>, std::vector<std::int64_t>> out;
-             s.shard.table(t).admission().export_exact(out.first, out.second);
+             s.table(t).admission().export_exact(out.first, out.second);
              return out;
            })
       .def("admission_cells",
-           [](PyShard& s, int t) {
-             const WriteGuard guard(s.shard.lock());
-             const auto& cells = s.shard.table(t).admission().cells();
+           [](Shard& s, int t) {
+             const WriteGuard guard(s.lock());
+             const auto& cells = s.table(t).admission().cells();
              return nb::bytes(reinterpret_cast<const char*>(cells.data()), cells.size() * 4);
            })
-      .def("load_admission", [](PyShard& s, int t, const std::vector<std::int64_t>& ids,
+      .def("load_admission", [](Shard& s, int t, const std::vector<std::int64_t>& ids,
                                 const std::vector<std::int64_t>& counts, const nb::bytes& cells) {
-        const WriteGuard guard(s.shard.lock());
-        Admission& admission = s.shard.table(t).admission();
+        const WriteGuard guard(s.lock());
+        Admission& admission = s.table(t).admission();
         if (cells.size() > 0) {
           std::vector<std::uint32_t> copy(cells.size() / 4);
           std::memcpy(copy.data(), cells.c_str(), copy.size() * 4);
@@ -345,11 +335,11 @@ NB_MODULE(_core, m) {
   bind_checksums(m);
   bind_launch(m);
   m.def("instruction_set", &instruction_set);
-  nb::class_<PyShard> shard(m, "Shard");
-  shard.def("__init__", [](PyShard* self, const std::vector<nb::dict>& specs) {
+  nb::class_<Shard> shard(m, "Shard");
+  shard.def("__init__", [](Shard* self, const std::vector<nb::dict>& specs) {
     std::vector<TableSpec> tables;
     for (const nb::dict& spec : specs) tables.push_back(table_from(spec));
-    new (self) PyShard(std::move(tables));
+    new (self) Shard(std::move(tables));
   });
   bind_lookups(shard);
   bind_updates(shard);
@@ -366,5 +356,5 @@ NB_MODULE(_core, m) {
         [](Address ids, std::int64_t n, std::uint64_t salt) {
           return ordered_by_hash(at<const std::int64_t>(ids), n, salt);
         },
-        nb::call_guard<nb::gil_scoped_release>());
+        Release());
 }

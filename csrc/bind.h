@@ -69,9 +69,13 @@ nanobind::ndarray<nanobind::pytorch, T> pooled(Size... shape) {
   return nanobind::ndarray<nanobind::pytorch, T>(block->data(), {shape...}, owner);
 }
 
+class Shard;
+
 void bind_checksums(nanobind::module_& m);
 void bind_launch(nanobind::module_& m);
+void bind_row_images(nanobind::module_& m);
 void bind_shared_memory(nanobind::module_& m);
+void bind_snapshot(nanobind::module_& m, nanobind::class_<Shard>& shard);
 void bind_ids_ops(nanobind::module_& m);
 void bind_rows_ops(nanobind::module_& m);
 void bind_segment_ops(nanobind::module_& m);

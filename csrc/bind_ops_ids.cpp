@@ -74,8 +74,7 @@ void bind_ids_ops(nb::module_& m) {
   m.def("normalize_merged_split", Wired<&normalize_merged_split>::call, Release());
   m.def("partition_i32", Wired<&partition<std::int32_t>>::call, Release());
   m.def("partition_i64", Wired<&partition<std::int64_t>>::call, Release());
-  m.def("take_rows", Wired<&take_rows>::call, Release());
-  m.def("put_rows", Wired<&put_rows>::call, Release());
+  m.def("move_rows", Wired<&move_rows>::call, Release());
 }
 
 }  // namespace shoal

@@ -40,8 +40,7 @@ std::pair<std::int64_t, std::int64_t> run_segments(
 void bind_segment_ops(nb::module_& m) {
   m.def("segments", run_segments, Release());
   m.def("group_index", Wired<&group_index>::call, Release());
-  m.def("take_first_n", Wired<&take_first_n>::call, Release());
-  m.def("return_first_n", Wired<&return_first_n>::call, Release());
+  m.def("first_n", Wired<&first_n>::call, Release());
   m.def("row_ids", Wired<&write_row_ids>::call, Release());
 }
 

@@ -1,4 +1,5 @@
-#include "bind_row_images.h"
+// Copies of rows that somebody else takes, a GPU's, as shoal.table.row_images keeps them.
+#include "bind.h"
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -15,7 +16,6 @@
 #include <tuple>
 #include <vector>
 
-#include "bind_shard.h"
 #include "deletion_log.h"
 #include "hash.h"
 #include "kept_rows.h"
@@ -161,19 +161,18 @@ class SnapshotImages {
 }  // namespace
 
 void bind_row_images(nb::module_& m) {
-  using Free = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<RowImages>(m, "RowImages")
       .def(nb::init<std::vector<TableForm>>())
-      .def("keep", &RowImages::keep, Free())
+      .def("keep", &RowImages::keep, Release())
       .def("tick", [](RowImages& all) { return all.open.tick(); });
   nb::class_<SnapshotImages>(m, "SnapshotImages")
       .def(nb::init<std::shared_ptr<RowImages>, std::uint32_t, std::uint32_t, std::size_t>())
-      .def("close", &SnapshotImages::close, Free())
+      .def("close", &SnapshotImages::close, Release())
       .def("check", &SnapshotImages::check)
       .def("stats", &SnapshotImages::stats)
-      .def("histogram", &SnapshotImages::histogram, Free())
-      .def("find", &SnapshotImages::find, Free())
-      .def("copy", &SnapshotImages::copy, Free());
+      .def("histogram", &SnapshotImages::histogram, Release())
+      .def("find", &SnapshotImages::find, Release())
+      .def("copy", &SnapshotImages::copy, Release());
   nb::class_<DeletionLog>(m, "DeletionLog")
       .def(nb::init<>())
       .def(nb::init<std::size_t, std::int64_t>())

@@ -1,4 +1,5 @@
-#include "bind_snapshot.h"
+// Rows as they were at a snapshot point, as shoal.table.cpu_snapshot reads them.
+#include "bind.h"
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -13,6 +14,7 @@
 #include <tuple>
 
 #include "background.h"
+#include "shard.h"
 
 namespace nb = nanobind;
 
@@ -22,10 +24,10 @@ namespace {
 // Closed with its Python object at the latest; it keeps the shard alive until then.
 class PySnapshot {
  public:
-  std::shared_ptr<PyShard> owner;
+  std::shared_ptr<Shard> owner;
   std::mutex reading;
 
-  PySnapshot(std::shared_ptr<PyShard> o, std::shared_ptr<Snapshot> s)
+  PySnapshot(std::shared_ptr<Shard> o, std::shared_ptr<Snapshot> s)
       : owner(std::move(o)), snapshot_(std::move(s)) {}
   PySnapshot(const PySnapshot&) = delete;
   PySnapshot& operator=(const PySnapshot&) = delete;
@@ -40,7 +42,7 @@ class PySnapshot {
       closed = std::move(snapshot_);
       snapshot_.reset();
     }
-    if (closed) owner->shard.close(*closed);
+    if (closed) owner->close(*closed);
   }
   // The snapshot, which stays while it is held.
   std::shared_ptr<Snapshot> open() {
@@ -61,14 +63,14 @@ class PySnapshot {
 
 using Where = std::pair<std::int64_t, std::uint32_t>;
 
-std::unique_ptr<PySnapshot> open(std::shared_ptr<PyShard> s, const std::optional<Where>& since,
+std::unique_ptr<PySnapshot> open(std::shared_ptr<Shard> s, const std::optional<Where>& since,
                                  std::size_t buffer_bytes, std::size_t window_rows) {
   std::shared_ptr<Snapshot> snapshot;
   {
     const nb::gil_scoped_release release;
     Cursor cursor;
     if (since) cursor = Cursor{since->first, since->second};
-    snapshot = s->shard.snapshot(since ? &cursor : nullptr,
+    snapshot = s->snapshot(since ? &cursor : nullptr,
                                  Snapshot::Options{buffer_bytes, window_rows});
   }
   return std::make_unique<PySnapshot>(std::move(s), std::move(snapshot));
@@ -76,8 +78,7 @@ std::unique_ptr<PySnapshot> open(std::shared_ptr<PyShard> s, const std::optional
 
 }  // namespace
 
-void bind_snapshot(nb::module_& m, nb::class_<PyShard>& shard) {
-  using Release = nb::call_guard<nb::gil_scoped_release>;
+void bind_snapshot(nb::module_& m, nb::class_<Shard>& shard) {
   nb::exception<SnapshotRefused>(m, "SnapshotRefused");
   m.attr("MOST_SNAPSHOTS") = OpenSnapshots::kMost;
   m.def("give_way", &give_way);
@@ -128,8 +129,8 @@ void bind_snapshot(nb::module_& m, nb::class_<PyShard>& shard) {
   shard.def("snapshot", &open, nb::arg("since").none(), nb::arg("buffer_bytes"),
             nb::arg("window_rows"));
   shard.def("resume",
-            [](PyShard& s, std::uint32_t version) {
-              const Cursor cursor = s.shard.resume(version);
+            [](Shard& s, std::uint32_t version) {
+              const Cursor cursor = s.resume(version);
               return Where(cursor.incarnation, cursor.version);
             },
             Release());

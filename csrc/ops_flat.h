@@ -27,11 +27,6 @@ template <class T>
 std::int64_t scatter_flat(const FlatLists<const T>& lists, std::int64_t size, T scale, T* flat,
                           int threads);
 
-extern template std::int64_t scatter_flat(const FlatLists<const float>&, std::int64_t, float,
-                                          float*, int);
-extern template std::int64_t scatter_flat(const FlatLists<const double>&, std::int64_t, double,
-                                          double*, int);
-
 // Where unique keys lie in a buffer. Position p of [splits[k], splits[k+1]) names a key of width
 // dims[k]; key u lies at offsets[offset_splits[u]] .. offsets[offset_splits[u+1]-1].
 struct OffsetMap {
@@ -64,8 +59,5 @@ void fill_offsets(const OffsetMap& map, const char* value, std::size_t element_b
 // Each value row = the sum of the buffer at its offsets, in their order. The map is checked.
 template <class T>
 void sum_offsets(const OffsetMap& map, const T* buffer, T* value, int threads);
-
-extern template void sum_offsets(const OffsetMap&, const float*, float*, int);
-extern template void sum_offsets(const OffsetMap&, const double*, double*, int);
 
 }  // namespace shoal

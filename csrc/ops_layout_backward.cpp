@@ -72,7 +72,7 @@ class Backward {
     Pool::instance().run(plan_.n_features, threads_, [&](std::int64_t f, int) {
       const PlanFeature& feature = plan_.features[f];
       const LayoutCells& cells = index_.cells[f];
-      if (feature.first == feature.last || cells.count == 0) return;
+      if (!grads_.works(f)) return;
       std::vector<Extent> own(buffers, Extent{INT64_MAX, 0, f});
       const std::int64_t end = index_.splits[cells.first + cells.count];
       for (std::int64_t id = index_.splits[cells.first]; id < end; ++id) {
@@ -153,7 +153,7 @@ class Backward {
   void sum_feature(std::int64_t f, std::vector<T>& laid) const {
     const PlanFeature& feature = plan_.features[f];
     const LayoutCells& cells = index_.cells[f];
-    if (feature.first == feature.last || cells.count == 0) return;
+    if (!grads_.works(f)) return;
     const std::int64_t* splits = index_.splits + cells.first;
     const PlanSlice& slice = plan_.slices[feature.first];
     if (feature.last - feature.first == 1 && cells.shared == 0) {

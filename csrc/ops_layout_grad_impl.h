@@ -50,6 +50,11 @@ struct GradRows {
     for (std::int64_t f = 0; f < plan.n_features; ++f) tiled.push_back(tiles(plan.features[f]));
   }
 
+  // Whether a feature passes a gradient on.
+  bool works(std::int64_t f) const {
+    return plan.features[f].first != plan.features[f].last && index.cells[f].count != 0;
+  }
+
   std::int64_t cell_floats(std::int64_t f) const {
     const PlanFeature& feature = plan.features[f];
     return (feature.high - feature.low) * std::max<std::int64_t>(feature.length, 1);
@@ -71,17 +76,18 @@ struct GradRows {
       const PlanSlice& slice = plan.slices[s];
       const T* grad = static_cast<const T*>(grads[static_cast<std::size_t>(slice.output)]);
       if (grad == nullptr) continue;
-      if (cells.shared != 0) {
-        sum_slice(feature, slice, grad, out);
+      const std::int64_t width = slice.width;
+      if (cells.shared != 0) {  // one cell, whose gradient is the sum over the batch
+        each_step(feature, slice, grad, out, [&](T* to, const T* from) {
+          add_strided(to, from, slice.stride, index.batch_sizes[0], width);
+        });
         continue;
       }
       for (std::int64_t i = 0; i < count; ++i) {
-        const T* from = grad + (b + i) * slice.stride;
-        if (copies) {
-          lay_slice<false>(feature, slice, from, out + i * floats);
-        } else {
-          lay_slice<true>(feature, slice, from, out + i * floats);
-        }
+        each_step(feature, slice, grad + (b + i) * slice.stride, out + i * floats,
+                  [&](T* to, const T* from) {
+                    copies ? copy_floats(to, from, width) : add_floats(to, from, width);
+                  });
       }
     }
     for (std::int64_t i = 0; i < count; ++i) {
@@ -105,31 +111,15 @@ struct GradRows {
            std::find(filled.begin(), filled.end(), false) == filled.end();
   }
 
-  template <bool kAdd>
-  static void lay_slice(const PlanFeature& feature, const PlanSlice& slice, const T* grad,
-                        T* out) {
+  // each(out, grad) for the columns of a slice of every step.
+  template <class Each>
+  static void each_step(const PlanFeature& feature, const PlanSlice& slice, const T* grad, T* out,
+                        const Each& each) {
     const std::int64_t steps = std::max<std::int64_t>(feature.length, 1);
     out += slice.start - feature.low;
     grad += slice.place;
     for (std::int64_t j = 0; j < steps; ++j) {
-      if (kAdd) {
-        add_floats(out, grad, slice.width);
-      } else {
-        copy_floats(out, grad, slice.width);
-      }
-      out += feature.high - feature.low;
-      grad += slice.step;
-    }
-  }
-
-  // The gradient of the one cell of a shared feature, over the batch.
-  void sum_slice(const PlanFeature& feature, const PlanSlice& slice, const T* grad,
-                 T* out) const {
-    const std::int64_t steps = std::max<std::int64_t>(feature.length, 1);
-    out += slice.start - feature.low;
-    grad += slice.place;
-    for (std::int64_t j = 0; j < steps; ++j) {
-      add_strided(out, grad, slice.stride, index.batch_sizes[0], slice.width);
+      each(out, grad);
       out += feature.high - feature.low;
       grad += slice.step;
     }
@@ -162,7 +152,7 @@ class FiledSum {
     Pool& pool = Pool::instance();
     laid_.reset(new T[static_cast<std::size_t>(begins_.back())]);
     pool.run(plan_.n_features, threads_, [&](std::int64_t f, int) {
-      if (works(f)) grads_.lay(f, 0, index_.cells[f].count, laid_.get() + begin(f));
+      if (grads_.works(f)) grads_.lay(f, 0, index_.cells[f].count, laid_.get() + begin(f));
     });
     pool.run(chunks_, threads_, [&](std::int64_t chunk, int) { count_chunk(chunk); });
     place_chunks();
@@ -197,9 +187,6 @@ class FiledSum {
   std::unique_ptr<Filed[]> filed_;
   std::unique_ptr<T[]> laid_;
 
-  bool works(std::int64_t f) const {
-    return plan_.features[f].first != plan_.features[f].last && index_.cells[f].count != 0;
-  }
   std::int64_t begin(std::int64_t f) const { return begins_[static_cast<std::size_t>(f)]; }
 
   void cut() {
@@ -213,7 +200,7 @@ class FiledSum {
     reaches_.assign(static_cast<std::size_t>(chunks_ * stretches_), 0);
     begins_.assign(1, 0);
     for (std::int64_t f = 0; f < plan_.n_features; ++f) {
-      const std::int64_t own = works(f) ? index_.cells[f].count * grads_.cell_floats(f) : 0;
+      const std::int64_t own = grads_.works(f) ? index_.cells[f].count * grads_.cell_floats(f) : 0;
       begins_.push_back(begins_.back() + own);
     }
   }
@@ -229,7 +216,7 @@ class FiledSum {
       const std::int64_t from = at - f * size;
       const std::int64_t to = std::min(size, stop - f * size);
       at = f * size + to;
-      if (!works(f)) continue;
+      if (!grads_.works(f)) continue;
       const PlanFeature& feature = plan_.features[f];
       const LayoutCells& own = index_.cells[f];
       const std::int64_t last = std::min(to, own.count);  // a shared cell is example 0's

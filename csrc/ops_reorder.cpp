@@ -41,21 +41,11 @@ class Modulo {
   std::uint64_t wrap_;  // 2^64 modulo the divisor
 };
 
-template <std::size_t kBytes>
-struct Fixed {
-  static void copy(char* to, const char* from, std::size_t) { __builtin_memcpy(to, from, kBytes); }
-};
-
-struct Any {
-  static void copy(char* to, const char* from, std::size_t bytes) {
-    __builtin_memcpy(to, from, bytes);
-  }
-};
-
-// Moves rows [start, stop); returns the first bad position or kGood.
-template <class Copy, bool kTake>
-std::int64_t move_rows(const char* rows, const std::int64_t* order, std::int64_t start,
+// Moves rows [start, stop) of kBytes, 0: of any length; returns the first bad position or kGood.
+template <std::size_t kBytes, bool kTake>
+std::int64_t move_span(const char* rows, const std::int64_t* order, std::int64_t start,
                        std::int64_t stop, std::int64_t n, std::size_t bytes, char* out) {
+  if constexpr (kBytes != 0) bytes = kBytes;
   for (std::int64_t i = start; i < stop; ++i) {
     if (i + kRowsAhead < stop) {
       // An address beyond the rows is never read, only fetched in vain.
@@ -67,7 +57,7 @@ std::int64_t move_rows(const char* rows, const std::int64_t* order, std::int64_t
     if (static_cast<std::uint64_t>(row) >= static_cast<std::uint64_t>(n)) return i;
     const std::size_t near = static_cast<std::size_t>(i) * bytes;
     const std::size_t far = static_cast<std::size_t>(row) * bytes;
-    Copy::copy(out + (kTake ? near : far), rows + (kTake ? far : near), bytes);
+    __builtin_memcpy(out + (kTake ? near : far), rows + (kTake ? far : near), bytes);
   }
   return kGood;
 }
@@ -78,25 +68,16 @@ using Move = std::int64_t (*)(const char*, const std::int64_t*, std::int64_t, st
 template <bool kTake>
 Move mover(std::size_t bytes) {
   switch (bytes) {
-    case 2: return move_rows<Fixed<2>, kTake>;
-    case 4: return move_rows<Fixed<4>, kTake>;
-    case 8: return move_rows<Fixed<8>, kTake>;
-    case 16: return move_rows<Fixed<16>, kTake>;
-    case 32: return move_rows<Fixed<32>, kTake>;
-    case 64: return move_rows<Fixed<64>, kTake>;
-    case 128: return move_rows<Fixed<128>, kTake>;
-    case 256: return move_rows<Fixed<256>, kTake>;
-    default: return move_rows<Any, kTake>;
+    case 2: return move_span<2, kTake>;
+    case 4: return move_span<4, kTake>;
+    case 8: return move_span<8, kTake>;
+    case 16: return move_span<16, kTake>;
+    case 32: return move_span<32, kTake>;
+    case 64: return move_span<64, kTake>;
+    case 128: return move_span<128, kTake>;
+    case 256: return move_span<256, kTake>;
+    default: return move_span<0, kTake>;
   }
-}
-
-std::int64_t move_all(Move move, const char* rows, const std::int64_t* order, std::int64_t n,
-                      std::size_t bytes, char* out, int threads) {
-  const bool parallel = n * static_cast<std::int64_t>(bytes) >= kWorthThreads;
-  const Shares shares{n, parallel ? std::min<std::int64_t>(n, threads * 4) : 1};
-  return first_bad(shares, threads, [&](std::int64_t begin, std::int64_t end) {
-    return move(rows, order, begin, end, n, bytes, out);
-  });
 }
 
 }  // namespace
@@ -129,14 +110,14 @@ template std::int64_t partition(const std::int32_t*, std::int64_t, std::int64_t,
 template std::int64_t partition(const std::int64_t*, std::int64_t, std::int64_t, std::int64_t*,
                                 std::int64_t*, int);
 
-std::int64_t take_rows(const char* rows, const std::int64_t* order, std::int64_t n,
-                       std::size_t bytes, char* out, int threads) {
-  return move_all(mover<true>(bytes), rows, order, n, bytes, out, threads);
-}
-
-std::int64_t put_rows(const char* rows, const std::int64_t* order, std::int64_t n,
-                      std::size_t bytes, char* out, int threads) {
-  return move_all(mover<false>(bytes), rows, order, n, bytes, out, threads);
+std::int64_t move_rows(const char* rows, const std::int64_t* order, std::int64_t n,
+                       std::size_t bytes, bool take, char* out, int threads) {
+  const Move move = take ? mover<true>(bytes) : mover<false>(bytes);
+  const bool parallel = n * static_cast<std::int64_t>(bytes) >= kWorthThreads;
+  const Shares shares{n, parallel ? std::min<std::int64_t>(n, threads * 4) : 1};
+  return first_bad(shares, threads, [&](std::int64_t begin, std::int64_t end) {
+    return move(rows, order, begin, end, n, bytes, out);
+  });
 }
 
 FusedReorder::FusedReorder(IdLists lists, std::int64_t num_shards, ShardRule rule,

@@ -14,12 +14,10 @@ template <class Shard>
 std::int64_t partition(const Shard* shards, std::int64_t n, std::int64_t num, std::int64_t* order,
                        std::int64_t* sizes, int threads);
 
-// out[i] = rows[order[i]] (take) or out[order[i]] = rows[i] (put), rows of `bytes`. Returns kGood,
+// out[i] = rows[order[i]] (take) or out[order[i]] = rows[i], rows of `bytes`. Returns kGood,
 // or the first position whose order is not in [0, n); then `out` is partly written.
-std::int64_t take_rows(const char* rows, const std::int64_t* order, std::int64_t n,
-                       std::size_t bytes, char* out, int threads);
-std::int64_t put_rows(const char* rows, const std::int64_t* order, std::int64_t n,
-                      std::size_t bytes, char* out, int threads);
+std::int64_t move_rows(const char* rows, const std::int64_t* order, std::int64_t n,
+                       std::size_t bytes, bool take, char* out, int threads);
 
 // hash_ranges: `shards` is [K, 2 + num_shards]: a list's salt, its number of shares R, and the shard
 // of each share; an id's share is its hash's top 16 bits * R >> 16.

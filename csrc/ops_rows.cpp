@@ -150,13 +150,10 @@ std::int64_t copy_rows(const std::int64_t* index, std::int64_t begin, std::int64
   return -1;
 }
 
-struct Narrow {
-  std::uint32_t item;
-  std::uint32_t place;
-};
-struct Wide {
-  std::int64_t item;
-  std::int64_t place;
+template <class Number>
+struct Item {
+  Number item;
+  Number place;
 };
 
 // One thread's part of a scatter: columns [first, last) of a bucket's rows.
@@ -198,7 +195,7 @@ struct Scatter {
   int threads;
 
   std::int64_t direct() const;
-  template <class Record>
+  template <class Number>
   std::int64_t by_buckets() const;
   template <class Record>
   void sum_bucket(const Record* records, std::int64_t size, std::int64_t count,
@@ -231,12 +228,12 @@ std::int64_t Scatter<T>::direct() const {
 }
 
 template <class T>
-template <class Record>
+template <class Number>
 std::int64_t Scatter<T>::by_buckets() const {
+  using Record = Item<Number>;
   const int shift = bucket_shift();
   const std::int64_t buckets = ((rows - 1) >> shift) + 1;
   const std::int64_t inside = (std::int64_t{1} << shift) - 1;
-  using Number = decltype(Record::item);
   const auto route = [&](std::int64_t begin, std::int64_t end, auto put) -> std::int64_t {
     for (std::int64_t i = begin; i < end; ++i) {
       const std::int64_t row = index[i];
@@ -350,8 +347,8 @@ std::int64_t scatter_rows(const T* grad, const std::int64_t* index, std::int64_t
                           std::int64_t rows, std::int64_t dim, T* out, int threads) {
   const Scatter<T> scatter{grad, index, n, rows, dim, out, threads};
   if (scatter.small() || rows == 0 || dim == 0) return scatter.direct();
-  if (n <= std::numeric_limits<std::uint32_t>::max()) return scatter.template by_buckets<Narrow>();
-  return scatter.template by_buckets<Wide>();
+  if (n <= std::numeric_limits<std::uint32_t>::max()) return scatter.template by_buckets<std::uint32_t>();
+  return scatter.template by_buckets<std::int64_t>();
 }
 
 template std::int64_t scatter_rows(const float*, const std::int64_t*, std::int64_t, std::int64_t,

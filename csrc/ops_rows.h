@@ -29,9 +29,4 @@ template <class T>
 std::int64_t scatter_rows(const T* grad, const std::int64_t* index, std::int64_t n,
                           std::int64_t rows, std::int64_t dim, T* out, int threads);
 
-extern template std::int64_t scatter_rows(const float*, const std::int64_t*, std::int64_t,
-                                          std::int64_t, std::int64_t, float*, int);
-extern template std::int64_t scatter_rows(const double*, const std::int64_t*, std::int64_t,
-                                          std::int64_t, std::int64_t, double*, int);
-
 }  // namespace shoal

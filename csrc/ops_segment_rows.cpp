@@ -62,44 +62,25 @@ constexpr std::int64_t kSegmentsAhead = 3;
 
 }  // namespace
 
-std::int64_t take_first_n(const char* rows, const std::int64_t* offsets, char* out,
-                          std::int64_t segments, std::int64_t count, std::int64_t length,
-                          std::int64_t row_bytes, int threads) {
-  const FirstN job{offsets, segments, count, length, row_bytes};
-  const std::int64_t places = job.segments * job.length;
-  const std::int64_t bytes = (job.rows + places) * job.row_bytes;
-  const bool stream = may_stream(out, job.row_bytes, places);
-  const std::int64_t all = job.length * job.row_bytes;
-  return over_segments(job.offsets, job.segments, job.rows, bytes, threads,
-                       [&](std::int64_t b, std::int64_t start, std::int64_t stop, std::int64_t) {
-                         const std::int64_t next = std::min(b + kSegmentsAhead, job.segments);
-                         // Not checked yet.
-                         const auto at = std::clamp<std::int64_t>(job.offsets[next], 0, job.rows);
-                         prefetch_segment(job, next, rows + at * job.row_bytes);
-                         const std::int64_t filled = std::min((stop - start) * job.row_bytes, all);
-                         char* to = out + b * all;
-                         copy_bytes(to, rows + start * job.row_bytes, filled, stream);
-                         zero_bytes(to + filled, all - filled, stream);
-                       });
-}
-
-std::int64_t return_first_n(const char* grads, const std::int64_t* offsets, char* out,
-                            std::int64_t segments, std::int64_t count, std::int64_t length,
-                            std::int64_t row_bytes, int threads) {
-  const FirstN job{offsets, segments, count, length, row_bytes};
-  const std::int64_t bytes = 2 * job.rows * job.row_bytes;
-  const bool stream = may_stream(out, job.row_bytes, job.rows);
-  const std::int64_t most = job.length * job.row_bytes;
-  return over_segments(job.offsets, job.segments, job.rows, bytes, threads,
-                       [&](std::int64_t b, std::int64_t start, std::int64_t stop, std::int64_t) {
-                         const std::int64_t next = b + kSegmentsAhead;
-                         prefetch_segment(job, next, grads + next * most);
-                         const std::int64_t all = (stop - start) * job.row_bytes;
-                         const std::int64_t filled = std::min(all, most);
-                         char* to = out + start * job.row_bytes;
-                         copy_bytes(to, grads + b * most, filled, stream);
-                         zero_bytes(to + filled, all - filled, stream);
-                       });
+std::int64_t first_n(const char* source, const std::int64_t* offsets, char* out,
+                     std::int64_t segments, std::int64_t rows, std::int64_t length,
+                     std::int64_t row_bytes, bool back, int threads) {
+  const FirstN job{offsets, segments, rows, length, row_bytes};
+  const std::int64_t written = back ? rows : segments * length;
+  const bool stream = may_stream(out, row_bytes, written);
+  const std::int64_t most = length * row_bytes;
+  const auto one = [&](std::int64_t b, std::int64_t start, std::int64_t stop, std::int64_t) {
+    const std::int64_t next = b + kSegmentsAhead;
+    // Not checked yet.
+    const std::int64_t begin =
+        back ? next * length : std::clamp<std::int64_t>(offsets[std::min(next, segments)], 0, rows);
+    prefetch_segment(job, next, source + begin * row_bytes);
+    const std::int64_t held = (stop - start) * row_bytes, filled = std::min(held, most);
+    char* to = out + (back ? start * row_bytes : b * most);
+    copy_bytes(to, source + (back ? b * most : start * row_bytes), filled, stream);
+    zero_bytes(to + filled, (back ? held : most) - filled, stream);
+  };
+  return over_segments(offsets, segments, rows, (rows + written) * row_bytes, threads, one);
 }
 
 std::int64_t write_row_ids(const std::int64_t* offsets, std::int64_t* out, std::int64_t segments,

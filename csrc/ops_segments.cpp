@@ -56,9 +56,10 @@ std::vector<Task> plan(const std::vector<SegmentTable>& tables, bool is_double, 
   return tasks;
 }
 
-template <class Body>
-BadPlace run_tasks(const std::vector<SegmentTable>& tables, bool is_double, int threads,
-                   const Body& body) {
+using Work = std::int64_t (*)(const SegmentTable&, const Task&, SegmentMode);
+
+BadPlace run_tasks(const std::vector<SegmentTable>& tables, SegmentMode mode, bool is_double,
+                   int threads, Work work) {
   for (std::size_t k = 0; k < tables.size(); ++k) {
     std::int64_t bad = -1;
     const SegmentTable& t = tables[k];
@@ -71,7 +72,7 @@ BadPlace run_tasks(const std::vector<SegmentTable>& tables, bool is_double, int 
   Pool::instance().run(static_cast<std::int64_t>(tasks.size()), threads,
                        [&](std::int64_t i, int) {
                          const auto at = static_cast<std::size_t>(i);
-                         bad[at] = body(tables[tasks[at].table], tasks[at]);
+                         bad[at] = work(tables[tasks[at].table], tasks[at], mode);
                        });
   for (std::size_t i = 0; i < tasks.size(); ++i) {
     if (bad[i] >= 0) return {static_cast<std::int64_t>(tasks[i].table), bad[i]};
@@ -305,35 +306,22 @@ std::int64_t spread_task(const SegmentTable& t, const Task& task, SegmentMode mo
   return -1;
 }
 
-template <class T, bool kSquare>
+template <class T>
 std::int64_t reduce_rows(const SegmentTable& t, const Task& task, SegmentMode mode) {
-  return t.order != nullptr ? reduce_task<T, kSquare, true>(t, task, mode)
-                            : reduce_task<T, kSquare, false>(t, task, mode);
-}
-
-template <class T>
-BadPlace reduce_typed(const std::vector<SegmentTable>& tables, SegmentMode mode, int threads) {
-  return run_tasks(tables, sizeof(T) == 8, threads,
-                   [mode](const SegmentTable& t, const Task& task) {
-                     return mode == SegmentMode::l2 ? reduce_rows<T, true>(t, task, mode)
-                                                    : reduce_rows<T, false>(t, task, mode);
-                   });
-}
-
-template <class T>
-BadPlace spread_typed(const std::vector<SegmentTable>& tables, SegmentMode mode, int threads) {
-  return run_tasks(tables, sizeof(T) == 8, threads,
-                   [mode](const SegmentTable& t, const Task& task) {
-                     return spread_task<T>(t, task, mode);
-                   });
+  if (mode == SegmentMode::l2) {
+    return t.order != nullptr ? reduce_task<T, true, true>(t, task, mode)
+                              : reduce_task<T, true, false>(t, task, mode);
+  }
+  return t.order != nullptr ? reduce_task<T, false, true>(t, task, mode)
+                            : reduce_task<T, false, false>(t, task, mode);
 }
 
 }  // namespace
 
 BadPlace reduce_segments(const std::vector<SegmentTable>& tables, SegmentMode mode,
                          bool is_double, int threads) {
-  return is_double ? reduce_typed<double>(tables, mode, threads)
-                   : reduce_typed<float>(tables, mode, threads);
+  return run_tasks(tables, mode, is_double, threads,
+                   is_double ? reduce_rows<double> : reduce_rows<float>);
 }
 
 BadPlace spread_segments(const std::vector<SegmentTable>& tables, SegmentMode mode,
@@ -345,8 +333,8 @@ BadPlace spread_segments(const std::vector<SegmentTable>& tables, SegmentMode mo
     const std::int64_t bad = spread_by_index(only, mode, is_double, threads);
     return {bad < 0 ? -1 : 0, bad};
   }
-  return is_double ? spread_typed<double>(tables, mode, threads)
-                   : spread_typed<float>(tables, mode, threads);
+  return run_tasks(tables, mode, is_double, threads,
+                   is_double ? spread_task<double> : spread_task<float>);
 }
 
 }  // namespace shoal

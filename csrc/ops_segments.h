@@ -46,12 +46,9 @@ BadPlace spread_segments(const std::vector<SegmentTable>& tables, SegmentMode mo
 
 // First `length` rows of each segment -> out [segments, length], zero padded; and back, zeros for
 // rows beyond the length. First bad offset or -1.
-std::int64_t take_first_n(const char* rows, const std::int64_t* offsets, char* out,
-                          std::int64_t segments, std::int64_t count, std::int64_t length,
-                          std::int64_t row_bytes, int threads);
-std::int64_t return_first_n(const char* grads, const std::int64_t* offsets, char* out,
-                            std::int64_t segments, std::int64_t count, std::int64_t length,
-                            std::int64_t row_bytes, int threads);
+std::int64_t first_n(const char* source, const std::int64_t* offsets, char* out,
+                     std::int64_t segments, std::int64_t rows, std::int64_t length,
+                     std::int64_t row_bytes, bool back, int threads);
 
 // Segment of each row.
 std::int64_t write_row_ids(const std::int64_t* offsets, std::int64_t* out, std::int64_t segments,

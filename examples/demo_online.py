@@ -6,13 +6,14 @@ trainer's newest checkpoint once a day, as a daily export would be. A client ask
 event when it happens. `make demo-online` prints the AUC of both, an interval of their difference,
 and how fresh the replicas were, and writes one HTML page:
 
-    python examples/demo_online.py [--stream flights|clicks] [--out FOLDER] [--days N]
+    python examples/demo_online.py [--stream schedule|flights|clicks] [--out FOLDER] [--days N]
         [--day-s SECONDS]
 
-`flights` are those of November, after a model of the ten months before; airports, carriers and
-routes hardly change from day to day, and what happened to an aircraft today is an input of both
-models. `clicks` are made up: half of their ids are new ones, which are the most popular while they
-are young, so that a model that did not learn today does not know them.
+`schedule` are the flights of November, after a model of the ten months before; its inputs are known
+the day before, so that a model learns of today's delays only by learning today. `flights` are the
+same, and what happened at airports and to aircraft in the last hours is an input of both models.
+`clicks` are made up: half of their ids are new ones, which are the most popular while they are
+young, so that a model that did not learn today does not know them.
 """
 
 from __future__ import annotations
@@ -54,6 +55,13 @@ CLICKS = {
 BASE_CLICKS, CLICKS_A_DAY = 60_000, 2_000
 MODEL = "online"
 NAMES = ("live", "daily")
+HISTORIES = ("history", "flight_history")
+# Of rows, biases and dense weights on the stream; those of flights as bench/online.py chose them.
+RATES = {
+    "schedule": (0.05, 0.05, 0.0005),
+    "flights": (0.005, 0.005, 0.00005),
+    "clicks": (0.05, 0.05, 0.0001),
+}
 SEED = 2013
 BOOTSTRAPS = 500
 
@@ -62,7 +70,7 @@ BOOTSTRAPS = 500
 class Stream:
     """Events of some days, in order of time.
 
-    lists: whether a feature is of lists. known_s: after so long an event's outcome is known.
+    lists: whether a feature is of lists. known_s: when each outcome is known.
     """
 
     inputs: dict[str, np.ndarray]
@@ -70,19 +78,19 @@ class Stream:
     times_s: np.ndarray
     lists: dict[str, bool]
     dense: tuple[str, ...]
-    known_s: int
+    known_s: np.ndarray
 
     @classmethod
-    def of_november(cls, days: int) -> Stream:
-        """The first days of November."""
-        whole = flights.load().examples
-        times = whole.times()
-        kept = torch.nonzero(
-            (times >= flights.SPLIT_S) & (times < flights.SPLIT_S + days * DAY_S)
-        ).flatten()
+    def of_flights(cls, begin_s: int, end_s: int, *, hours: bool) -> Stream:
+        """Flights between two times; hours: with what happened in the hours before them."""
+        every = flights.load()
+        whole, times = every.examples, every.examples.times()
+        kept = torch.nonzero((times >= begin_s) & (times < end_s)).flatten()
         batch = whole.take(kept)
         inputs: dict[str, np.ndarray] = {}
-        for one in flights.RECIPE.ids:
+        features = [one for one in flights.RECIPE.ids if hours or one.name not in HISTORIES]
+        dense = flights.DENSE if hours else ("distance", "minute_of_day", *flights.WEATHER)
+        for one in features:
             ragged = batch.ids[one.name]
             ids, lengths = ragged.values.numpy(), ragged.lengths.numpy()
             if not one.is_list:
@@ -93,10 +101,11 @@ class Stream:
             padded[np.arange(longest) < lengths[:, None]] = ids
             inputs[one.name], inputs[f"{one.name}_lengths"] = padded, lengths.astype(np.int64)
         assert batch.dense is not None
-        inputs["dense"] = batch.dense.numpy()
-        lists = {one.name: one.is_list for one in flights.RECIPE.ids}
+        inputs["dense"] = batch.dense[:, : len(dense)].contiguous().numpy()
+        lists = {one.name: one.is_list for one in features}
         times_s = times[kept].numpy()
-        return cls(inputs, batch.labels.numpy(), times_s, lists, flights.DENSE, 8 * 3600)
+        known_s = every.known_s[kept].numpy()
+        return cls(inputs, batch.labels.numpy(), times_s, lists, dense, known_s)
 
     @classmethod
     def of_clicks(cls, days: int) -> Stream:
@@ -109,10 +118,10 @@ class Stream:
         times_s = flights.SPLIT_S + np.arange(len(made)) * (DAY_S // CLICKS_A_DAY)
         dense = tuple(f"d{number}" for number in range(made.num_dense))
         lists = dict.fromkeys(made.features, False)
-        return cls(inputs, batch.labels.numpy(), times_s, lists, dense, 600)
+        return cls(inputs, batch.labels.numpy(), times_s, lists, dense, times_s + 600)
 
     def write(self, path: Path) -> None:
-        """A Parquet file that trains the same examples."""
+        """A Parquet file that trains the same examples, each at the time its outcome is known."""
         columns: dict[str, pa.Array] = {}
         for name, is_list in self.lists.items():
             ids = self.inputs[name]
@@ -125,7 +134,7 @@ class Stream:
                 columns[name] = pa.array(ids)
         for number, name in enumerate(self.dense):
             columns[name] = pa.array(self.inputs["dense"][:, number])
-        columns |= {"outcome": pa.array(self.labels), "at": pa.array(self.times_s)}
+        columns |= {"outcome": pa.array(self.labels), "at": pa.array(self.known_s)}
         pq.write_table(pa.table(columns), path)
 
     def source(self, path: Path) -> dict[str, object]:
@@ -171,14 +180,23 @@ class Demo:
         print("training on what came before ...", flush=True)
         base = self._out / "base"
         before: dict[str, Any] = {"output": {"dir": str(base)}}
+        split_s = flights.SPLIT_S
         if self._kind == "clicks":
             source = {"kind": "synthetic", "examples": BASE_CLICKS, "eval_examples": 1000, **CLICKS}
             before["data"] = {"source": source, "batch_size": 64}
+            stream = Stream.of_clicks(self._days)
+        else:
+            hours, end_s = self._kind == "flights", split_s + self._days * DAY_S
+            stream = Stream.of_flights(split_s, end_s, hours=hours)
+        if self._kind == "schedule":
+            file = self._out / "before.parquet"
+            seen = Stream.of_flights(0, split_s, hours=False)
+            seen.write(file)
+            before["data"] = {"source": seen.source(file), "batch_size": 512}
+            before["eval"] = {"max_examples": 512}
         if self.start("train", self._config("before", before), "data.epochs=1").wait():
             raise SystemExit(f"demo: training failed; see {self._out}")
         (base,) = (config.parent for config in base.glob("*/config.yaml"))
-        streams = {"flights": Stream.of_november, "clicks": Stream.of_clicks}
-        stream = streams[self._kind](self._days)
         publisher, ports = f"tcp://127.0.0.1:{_free_port()}", [_free_port() for _ in range(6)]
         grpc = [f"127.0.0.1:{port}" for port in ports[:3]]
         http = [f"127.0.0.1:{port}" for port in ports[3:]]
@@ -200,10 +218,10 @@ class Demo:
             print(f"servers are {late_s:.0f} s late: earlier events are left out", flush=True)
         print(f"{len(stream.labels):,} {self._kind} of {self._days} days, {self._day_s:g} s a day")
         with ReplicaSet(grpc[:2]) as live, ReplicaSet(grpc[2:]) as daily:
-            seen = self._ask(stream, {"live": live, "daily": daily}, http[0], began_s)
-        if not seen.staleness_s:
+            found = self._ask(stream, {"live": live, "daily": daily}, http[0], began_s)
+        if not found.staleness_s:
             raise SystemExit("demo: all events came before servers were ready; raise --day-s")
-        return self._report(stream, seen)
+        return self._report(stream, found)
 
     def _serve(self, run: str, grpc: str, http: str, *more: str) -> None:
         self.start("serve", run, "--grpc", grpc, "--http", http, "--name", MODEL, *more)
@@ -212,7 +230,7 @@ class Demo:
         """The config of the run that follows the events."""
         file = self._out / "events.parquet"
         stream.write(file)
-        since = datetime.fromtimestamp(int(stream.times_s[0]) - stream.known_s, timezone.utc)
+        since = datetime.fromtimestamp(int(stream.times_s[0]), timezone.utc)
         online = {
             "output": {"dir": str(self._out / "online")},
             "data": {
@@ -224,7 +242,7 @@ class Demo:
             "publish": {"address": publisher, "dense_every_s": 1},
             "checkpoint": {"every_s": self._day_s, "warm_start": str(base)},
         }
-        return self._config("online", online, rates=(0.05, 0.05, 0.0001))
+        return self._config("online", online, rates=RATES[self._kind])
 
     def _config(
         self, name: str, changes: Mapping[str, Any], rates: tuple[float, ...] | None = None
@@ -238,6 +256,9 @@ class Demo:
         if self._kind == "clicks":
             settings["features"] = {}
             rates = rates or (0.05, 0.05, 0.001)
+        if self._kind == "schedule":
+            for one in HISTORIES:
+                del settings["features"][one]
         if rates is not None:
             table["optimizer"]["lr"], table["bias"]["optimizer"]["lr"], dense["lr"] = rates
         path = self._out / f"{name}.yaml"
@@ -273,15 +294,15 @@ class Demo:
         labels = torch.from_numpy(stream.labels[seen.first :])
         scores = {n: torch.from_numpy(np.concatenate(seen.scores[n])) for n in NAMES}
         whole = {name: auc(scores[name], labels) for name in NAMES}
-        low, high = _interval(scores, labels)
+        ranges = _intervals(scores, labels)
         fresh = np.quantile(seen.staleness_s, (0.5, 0.99))
         day = torch.from_numpy((stream.times_s - stream.times_s[0]) // DAY_S)[seen.first :]
         days = day.unique().tolist()
         daily = {n: [auc(scores[n][day == d], labels[day == d]) for d in days] for n in NAMES}
         facts = {
-            "AUC, live": f"{whole['live']:.4f}",
-            "AUC, loaded daily": f"{whole['daily']:.4f}",
-            "difference, 95 % interval": f"{low:+.4f} to {high:+.4f}",
+            "AUC, live (95 % interval)": f"{whole['live']:.4f} ({ranges['live']})",
+            "AUC, loaded daily": f"{whole['daily']:.4f} ({ranges['daily']})",
+            "difference": f"{whole['live'] - whole['daily']:+.4f} ({ranges['difference']})",
             "age of live rows, median and p99": f"{fresh[0]:.2f} s, {fresh[1]:.2f} s",
             "reply, median": f"{np.median(seen.asked_ms):.1f} ms",
             self._kind: f"{len(labels):,}",
@@ -324,16 +345,21 @@ class Demo:
             process.kill()
 
 
-def _interval(scores: Mapping[str, torch.Tensor], labels: torch.Tensor) -> tuple[float, float]:
-    """95 % bootstrap interval of the live AUC less the daily one, over events."""
-    generator = torch.Generator().manual_seed(2013)
-    found = []
+def _intervals(scores: Mapping[str, torch.Tensor], labels: torch.Tensor) -> dict[str, str]:
+    """95 % bootstrap intervals, over events, of the AUCs and of live less daily."""
+    generator = torch.Generator().manual_seed(SEED)
+    found: dict[str, list[float]] = {name: [] for name in (*NAMES, "difference")}
     for _ in range(BOOTSTRAPS):
         rows = torch.randint(len(labels), (len(labels),), generator=generator)
         one, other = (auc(scores[name][rows], labels[rows]) for name in NAMES)
-        found.append(one - other)
-    low, high = np.quantile(found, (0.025, 0.975))
-    return float(low), float(high)
+        for name, value in zip(found, (one, other, one - other), strict=True):
+            found[name].append(value)
+    ends = {name: np.quantile(values, (0.025, 0.975)) for name, values in found.items()}
+    signs = {"difference": "+"}
+    return {
+        name: f"{low:{signs.get(name, '')}.4f} to {high:{signs.get(name, '')}.4f}"
+        for name, (low, high) in ends.items()
+    }
 
 
 def _staleness_s(address: str) -> float | None:
@@ -381,10 +407,11 @@ def main() -> int:
     """Run the demo."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/demo-online"))
-    parser.add_argument("--stream", choices=("flights", "clicks"), default="flights")
+    parser.add_argument("--stream", choices=tuple(RATES), default="schedule")
     parser.add_argument("--days", type=int, default=10)
     parser.add_argument("--day-s", type=float, default=10.0)
     arguments = parser.parse_args()
+    torch.set_num_threads(1)  # servers and the trainer need the cores
     out = arguments.out / time.strftime("%Y%m%d-%H%M%S")
     out.mkdir(parents=True)
     demo = Demo(out, arguments.stream, arguments.days, arguments.day_s)

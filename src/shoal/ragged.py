@@ -161,6 +161,9 @@ class Ragged:
     def from_lists(cls, rows: Rows) -> Ragged:
         """Build from one list of ids per example, on the CPU.
 
+        Args:
+            rows: B lists of Python ints, or of whatever is one.
+
         Raises:
             DTypeError: an id is not an integer.
             InputError: an id does not fit int64.
@@ -317,9 +320,13 @@ class KeyedRagged:
     ) -> KeyedRagged:
         """Build from one list of ids per example for each feature, on the CPU.
 
-        weights: one float32 weight per id, in lists like the ids; for all features or none.
+        Args:
+            features: name -> B lists of ids.
+            weights: one float32 weight per id, in lists like the ids; for all features or none.
 
         Raises:
+            DTypeError: an id is not an integer.
+            InputError: no features, or an id that does not fit int64.
             ShapeError: features of different batch sizes, or weights in lists of other lengths.
         """
         if weights is None:
@@ -337,7 +344,9 @@ class KeyedRagged:
     ) -> KeyedRagged:
         """Join features of one batch, in the mapping's order.
 
-        weights_N: floating [N], one per id in the joined order.
+        Args:
+            features: name -> `Ragged` over B examples, or B lists of ids.
+            weights_N: floating [N], one per id in the joined order.
 
         Raises:
             ShapeError: features of different batch sizes.

@@ -247,12 +247,12 @@ class ProgressLine:
         self._next = self._started + self._interval_s
         self._last = (self._started, ProgressState(examples=0))
         if self._bar is not None:
-            self._bar.start()
+            self._bar.live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            self._bar.live.stop()
 
     def due(self) -> bool:
         """Whether it is time to show a state; costs one clock read."""
@@ -286,20 +286,14 @@ class _Bar:
             "{task.description}", BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
         )
         self._task = self._bar.add_task(title, total=total)
-        self._live = Live(console=console, auto_refresh=False)
-
-    def start(self) -> None:
-        self._live.start()
+        self.live = Live(console=console, auto_refresh=False)
 
     def draw(self, completed: int, figures: str) -> None:
         from rich.console import Group
         from rich.text import Text
 
         self._bar.update(self._task, completed=completed)
-        self._live.update(Group(self._bar.get_renderable(), Text("  " + figures)), refresh=True)
-
-    def stop(self) -> None:
-        self._live.stop()
+        self.live.update(Group(self._bar.get_renderable(), Text("  " + figures)), refresh=True)
 
 
 def _figures(state: ProgressState, before: ProgressState, elapsed_s: float) -> str:

@@ -22,7 +22,7 @@ import torch
 from shoal import comm
 from shoal.data import IdFeature, Recipe, Sampler, SamplerSettings, sampler_service
 from shoal.data.sampler_service import Cluster, SamplerClient, SamplerServer, start_service
-from shoal.data.samplers import Sampled
+from shoal.data.samplers import Sampled, joined, split_counts
 from shoal.errors import ConfigError, DataError, InputError, ServerLost
 from support.ranks import run_ranks
 
@@ -255,6 +255,46 @@ def test_ranks_of_a_node_share_a_server(settings: SamplerSettings) -> None:
     here = Sampler.open(settings, RECIPE, seed=5)
     for rank, drawn in enumerate((ids, other_ids)):
         assert drawn == here.sample(OWN, USERS, (0, 0, rank)).ids["item"].values.tolist()
+
+
+def spread(settings: SamplerSettings) -> tuple[dict[str, Any], list[int], list[int], bool]:
+    """Two nodes with a part of the items each; one server dies between two draws."""
+    mesh = comm.init(device="cpu", timeout_s=60)
+    opener = partial(Sampler.open, settings, RECIPE, seed=5)
+    client, server = start_service(
+        opener, mesh.control, id="item", user="user", local_rank=0, clients=3, spread=True
+    )
+    assert server is not None
+    first = client.sample(OWN, USERS, (0, 0, 0))
+    mesh.control.barrier(what="first draws")
+    if mesh.rank == 1:
+        os.kill(server.pid, signal.SIGKILL)
+    time.sleep(0.5)
+    again = client.sample(OWN, USERS, (0, 0, 0))
+    mesh.control.barrier(what="second draws")
+    client.close()
+    server.close()
+    hard = first.negatives.hard_H.tolist()
+    return client.cluster.spec, first.ids["item"].values.tolist(), hard, same(first, again)
+
+
+def test_items_spread_over_servers_are_drawn_as_one(settings: SamplerSettings) -> None:
+    one, other = run_ranks(2, spread, settings, timeout_s=240)
+    assert one == other
+    spec, items, hard, alike = one
+    assert spec["client_count"] == 6
+    assert len(spec["server"].split(",")) == 2
+    assert alike
+    assert len(items) == 20 + 2
+    assert hard == [0, 1]
+    assert items[20] in (7, 8)
+    assert items[21] == 9
+    parts = [Sampler.open(settings, RECIPE, seed=5, share=(number, 2)) for number in range(2)]
+    told = [part.part(OWN) for part in parts]
+    counts = split_counts(told, (0, 0, 0), 3)
+    pairs = zip(parts, counts, strict=True)
+    found = [part.sample(OWN, USERS, (0, 0, 0), count) for part, count in pairs]
+    assert items == joined(found, told, 3).ids["item"].values.tolist()
 
 
 def failing(settings: SamplerSettings) -> str:

@@ -22,8 +22,11 @@ CASES: dict[str, tuple[str, list[str], float]] = {
     "movielens": ("movielens", ["data.epochs=2"], 0.68),
     "two_tower_movielens": ("movielens", ["data.epochs=2"], 0.57),
     "two_tower_negatives_movielens": ("movielens", ["data.epochs=2"], 0.57),
+    "tdm_movielens": ("movielens", ["eval.max_examples=300"], 0.57),
     "dlrm_dcnv2": ("", ["data.source.examples=4096", "data.source.eval_examples=1024"], 0.6),
 }
+# The key with a file of items, among which the evaluation ranks.
+ITEMS = {"two_tower_negatives_movielens": "sampler", "tdm_movielens": "tree"}
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +44,8 @@ def test_an_example_trains_on_its_twin(name: str, twins: Path, tmp_path: Path) -
     if like:
         for side, key in (("train", "paths"), ("eval", "eval_paths")):
             changes = [*changes, f"data.source.{key}=['{twins / like / side}.parquet']"]
-    if "negatives" in name:
-        changes = [*changes, f"data.sampler.items='{twins / like / 'items.parquet'}'"]
+    if name in ITEMS:
+        changes = [*changes, f"data.{ITEMS[name]}.items='{twins / like / 'items.parquet'}'"]
     changes += [
         "threads=1",
         "data.batch_size=128",
@@ -56,6 +59,9 @@ def test_an_example_trains_on_its_twin(name: str, twins: Path, tmp_path: Path) -
         assert math.isfinite(figures["log_loss"]), model
     assert next(iter(result.metrics.values()))["auc"] > least
     assert result.total_rows > 0
+    if name in ITEMS:  # ten of 300 items by chance
+        figures = next(iter(result.metrics.values()))
+        assert figures["hit_rate@50"] >= figures["hit_rate@10"] > 3 * 10 / 300
 
 
 def test_every_example_of_a_model_is_tried() -> None:

@@ -19,6 +19,7 @@ import pytest
 from rich.console import Console
 
 from shoal import config, train
+from shoal.checkpoint import CheckpointStore
 from shoal.data import Batch, IdFeature, Kafka, KafkaFeed, Recipe, StreamLoader
 from support.brokers import Brokers
 from support.ranks import run_ranks
@@ -57,9 +58,24 @@ def trained(settings: Mapping[str, Any], resume: str | None) -> tuple[int, int, 
 @pytest.mark.multiproc
 def test_ranks_train_each_record_once_and_others_continue(brokers: Brokers, tmp_path: Path):
     """Two ranks, then three, one of them of a silent partition, then one."""
+    settings = settings_of(brokers, tmp_path)
+    folder, sent = None, 0
+    for ranks in (2, 3, 1):
+        sent += 100
+        send(brokers, sent - 100, sent)
+        if ranks == 1:
+            found = [trained(settings, folder)]
+        else:
+            found = run_ranks(ranks, trained, settings, folder, timeout_s=300)
+        assert len(set(found)) == 1, "all ranks saw as many batches"
+        examples, _, rows, folder = found[0]
+        assert (examples, rows) == (sent, sent), "each record once: every id has a row"
+
+
+def settings_of(brokers: Brokers, tmp_path: Path) -> dict[str, Any]:
     held_out = tmp_path / "eval.parquet"
     pq.write_table(pa.Table.from_pylist([example(n) for n in range(20)]), held_out)
-    settings = {
+    return {
         "name": "online",
         "threads": 1,
         "data": {
@@ -82,17 +98,26 @@ def test_ranks_train_each_record_once_and_others_continue(brokers: Brokers, tmp_
         "logging": {"tensorboard": False},
         "output": {"dir": str(tmp_path / "runs")},
     }  # fmt: skip
-    folder, sent = None, 0
-    for ranks in (2, 3, 1):
-        sent += 100
-        send(brokers, sent - 100, sent)
-        if ranks == 1:
-            found = [trained(settings, folder)]
-        else:
-            found = run_ranks(ranks, trained, settings, folder, timeout_s=300)
-        assert len(set(found)) == 1, "all ranks saw as many batches"
-        examples, _, rows, folder = found[0]
-        assert (examples, rows) == (sent, sent), "each record once: every id has a row"
+
+
+def saved(settings: Mapping[str, Any]) -> tuple[int, int, int]:
+    """(examples, steps, the newest checkpoint's step) of a run that saves nothing at its end."""
+    examples, steps, _, folder = trained(settings, None)
+    newest = CheckpointStore(f"{folder}/checkpoints").latest()
+    return examples, steps, -1 if newest is None else newest.step
+
+
+@pytest.mark.multiproc
+def test_ranks_save_their_last_steps_while_a_stream_is_silent(brokers: Brokers, tmp_path: Path):
+    settings = settings_of(brokers, tmp_path)
+    settings["data"]["source"]["stream"]["idle_s"] = 12.0
+    settings |= {"checkpoint": {"every_s": 1.0}}
+    settings["output"]["save_model"] = False
+    send(brokers, 0, 60)
+    first, second = run_ranks(2, saved, settings, timeout_s=300)
+    assert first == second
+    assert first[0] == 60
+    assert first[1] == first[2]
 
 
 class Relay:

@@ -40,6 +40,7 @@ def settings(data: Path, out: Path, *changes: str) -> config.RunConfig:
             f"data.sampler.items='{data / 'items.parquet'}'",
             "data.batch_size=64",
             "data.sampler.count=32",
+            "eval.retrieval=null",
             "threads=1",
             f"output.dir='{out}'",
             *changes,
@@ -65,12 +66,37 @@ def test_two_ranks_train_with_edges_and_hard_negatives(
         f"data.sampler.hard_edges='{twin / 'hard.parquet'}'",
         "data.sampler.hard_count=2",
         f"data.sampler.shared={str(shared).lower()}",
+        f"data.sampler.spread={str(shared).lower()}",
+        "eval.retrieval={k: [5, 20]}",
+        "eval.batch_size=64",
     ]
     (first, second) = run_ranks(2, trained, twin, tmp_path, changes, timeout_s=240)
     assert first == second
     metrics, rows = first
     assert rows > 0
     assert all(math.isfinite(sheet["log_loss"]) for sheet in metrics.values())
+    assert 0 < metrics["two_tower"]["hit_rate@5"] < metrics["two_tower"]["hit_rate@20"]
+
+
+def trained_on_a_tree(data: Path, out: Path) -> dict[str, Any]:
+    changes = [
+        f"data.source.paths=['{data / 'train.parquet'}']",
+        f"data.source.eval_paths=['{data / 'eval.parquet'}']",
+        f"data.tree.items='{data / 'items.parquet'}'",
+        "eval={max_examples: 70, batch_size: 64, retrieval: {k: [5, 20]}}",
+        "threads=1",
+        f"output.dir='{out}'",
+    ]
+    run = config.load(EXAMPLE.with_name("tdm_movielens.yaml"), changes, environment={})
+    return dict(train.run(run, console=Console(quiet=True)).metrics)
+
+
+def test_two_ranks_train_and_search_a_tree(twin: Path, tmp_path: Path) -> None:
+    """The second evaluation batch has six examples, and the ranks have unequal numbers of likes."""
+    (first, second) = run_ranks(2, trained_on_a_tree, twin, tmp_path, timeout_s=240)
+    assert first == second
+    assert 0 <= first["deepfm"]["hit_rate@5"] <= first["deepfm"]["hit_rate@20"] <= 1
+    assert first["deepfm"]["examples"] == 70
 
 
 def test_a_run_draws_the_same_items_again(twin: Path, tmp_path: Path) -> None:
@@ -103,3 +129,29 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         trained(twin, tmp_path, changes)
+
+
+@pytest.mark.parametrize("loss", ["sampled", "softmax"])
+def test_hstu_trains_on_sampled_next_items(tmp_path: Path, loss: str) -> None:
+    train_file, _ = write_like("taobao", 1500, tmp_path)
+    targets = ["adgroup_id", "cate_id", "brand"]
+    ads = pq.read_table(train_file, columns=targets).group_by("adgroup_id")
+    first = ads.aggregate([("cate_id", "min"), ("brand", "min")])
+    pq.write_table(first.rename_columns(targets), tmp_path / "items.parquet")
+    changes = [
+        f"data.source.paths=['{tmp_path / 'train.parquet'}']",
+        f"data.source.eval_paths=['{tmp_path / 'eval.parquet'}']",
+        f"+data.sampler={{items: '{tmp_path / 'items.parquet'}', id: adgroup_id,"
+        " attributes: [cate_id, brand], count: 32}",
+        "model.head=next_item",
+        f"+model.loss={loss}",
+        "eval.retrieval={k: [5, 20]}",
+        "baselines=[base_rate]",
+        "data.batch_size=64",
+        "threads=1",
+        f"output.dir='{tmp_path}'",
+    ]
+    run = config.load(EXAMPLE.with_name("hstu_taobao.yaml"), changes, environment={})
+    figures = train.run(run, console=Console(quiet=True)).metrics["hstu"]
+    assert math.isfinite(figures["log_loss"])
+    assert 0 < figures["hit_rate@5"] <= figures["hit_rate@20"] <= 1

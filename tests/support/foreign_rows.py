@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shoal.checkpoint.formats import Entries
+from shoal.checkpoint.formats.foreign import Entries
 from shoal.placement import hash_ids, sort_key
 from shoal.table.values import RowChunk
 

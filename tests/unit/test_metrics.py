@@ -184,7 +184,7 @@ def test_batches_merges_and_the_whole_agree(exact_auc: bool) -> None:
     got, want = parts[1].compute(), whole.compute()
     assert got.examples == want.examples == 1000
     for field in dataclasses.fields(got):
-        if field.name not in ("bins", "grouped"):
+        if field.name not in ("bins", "grouped", "ranking"):
             assert getattr(got, field.name) == pytest.approx(getattr(want, field.name), rel=1e-9)
     by_group = metrics.grouped_auc(scores, labels, groups, weights) if exact_auc else None
     assert want.grouped == by_group
@@ -303,3 +303,29 @@ def test_settings_are_checked() -> None:
         BinaryMetrics(bins=0)
     with pytest.raises(ConfigError, match="merge"):
         BinaryMetrics().merge(BinaryMetrics(exact_auc=False))
+
+
+def test_ranks_count_what_is_ahead_and_ties() -> None:
+    scores = torch.tensor(
+        [
+            [0.1, 0.9, 0.5, 0.4],  # own 0.5: behind 0.9
+            [0.3, 0.3, 0.3, 0.3],  # all alike: the last
+            [0.1, 0.9, 0.5, 0.4],  # none of them
+            [0.1, math.nan, 0.5, 0.4],  # own 0.5: behind NaN
+            [0.1, math.nan, 0.5, 0.4],  # own NaN: the last
+        ]
+    )
+    ranks = metrics.item_ranks(scores, torch.tensor([2, 0, -1, 2, 1]))
+    assert ranks.tolist() == [2, 4, metrics.NOT_FOUND, 2, 4]
+
+
+def test_ranking_figures_by_hand() -> None:
+    ranks = torch.tensor([1, 3, 4, metrics.NOT_FOUND])
+    found = metrics.ranking_figures(ranks, (1, 3))
+    assert found == {
+        "hit_rate@1": 0.25,
+        "ndcg@1": 0.25,
+        "hit_rate@3": 0.5,
+        "ndcg@3": pytest.approx((1 + 1 / math.log2(4)) / 4),
+    }
+    assert all(math.isnan(one) for one in metrics.ranking_figures(ranks[:0], (1,)).values())

@@ -30,7 +30,7 @@ from shoal.checkpoint.job_state import check_state
 from shoal.checkpoint.manifest import Manifest, SavedFile
 from shoal.checkpoint.row_files import check_streaming, damaged, parsing, saved_file
 from shoal.checkpoint.storage import DurableFile, Storage
-from shoal.checkpoint.table_match import LoadOptions
+from shoal.checkpoint.table_match import LoadOptions, differs
 from shoal.comm.collectives import Collectives, LocalCollectives
 from shoal.comm.consensus import together
 from shoal.errors import CheckpointError
@@ -624,7 +624,7 @@ def _single(optimizers: Mapping[str, Optimizer], modules: Collection[str]) -> di
         elif name in modules or isinstance(optimizer, OfRows):
             single[name] = optimizer
         else:
-            raise _refused(f"optimizer {name!r}", "no module of its name", "a module's name")
+            raise differs(f"optimizer {name!r}", "a module's name", ["no module of its name"])
     return single
 
 
@@ -659,15 +659,6 @@ def _said(shape: tuple[int, ...] | None) -> str:
 
 
 def _differs(storage: Storage, problems: list[str]) -> CheckpointError:
-    got = "".join(f"\n  - {problem}" for problem in problems) + "\n"
-    return _refused(
-        f"dense part of checkpoint {storage.url}", got, "the same modules and optimizers"
+    return differs(
+        f"dense part of checkpoint {storage.url}", "the same modules and optimizers", problems
     )
-
-
-def _refused(what: str, got: str, allowed: str) -> CheckpointError:
-    remedy = (
-        "Build the job as it was when it was saved, or name what may differ in allow_missing and "
-        "allow_unknown."
-    )
-    return CheckpointError(what, got=got, allowed=allowed, remedy=remedy)

@@ -390,12 +390,8 @@ class RowLoader:
             if target.match.admission and found_here:
                 spec, hosted = target.match.spec, target.hosted
                 own = [hosted_admission(spec, hosted, self._rank, one) for one in found_here]
-                whole = AdmissionState(
-                    torch.cat([one.ids for one in own]),
-                    torch.cat([one.counts for one in own]),
-                    _largest([one.cells for one in own]),
-                )
-                target.shard.load_admission_state(target.table, whole)
+                cells = _largest([one.cells for one in own])
+                target.shard.load_admission_state(target.table, _counters(own, cells))
 
     def _admission(self, link: Link) -> dict[str, AdmissionState]:
         """Admission counters of a checkpoint by key."""
@@ -412,11 +408,7 @@ class RowLoader:
                     found = AdmissionState(ids_P, counts_P, b"")
                     parts.setdefault(file.tables[index], []).append(found)
         return {
-            key: AdmissionState(
-                torch.cat([one.ids for one in found]),
-                torch.cat([one.counts for one in found]),
-                b"".join(one.cells for one in found),
-            )
+            key: _counters(found, b"".join(one.cells for one in found))
             for key, found in parts.items()
         }
 
@@ -440,6 +432,12 @@ def _ahead(
             if number < len(files):
                 pending = pool.submit(begin, files[number], buffers[number % 2])
             yield result
+
+
+def _counters(parts: Sequence[AdmissionState], cells: bytes) -> AdmissionState:
+    """Ids and counts of all parts, and these cells."""
+    ids, counts = [one.ids for one in parts], [one.counts for one in parts]
+    return AdmissionState(torch.cat(ids), torch.cat(counts), cells)
 
 
 def _largest(sketches: Sequence[bytes]) -> bytes:

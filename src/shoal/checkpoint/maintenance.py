@@ -305,17 +305,17 @@ def _compared(key: str, rows_a: Chain, rows_b: Chain) -> TableDiff:
     largest = [0.0, 0.0]
     for start, stop in ranges:
         one, other = rows_a.read(a, start, stop), rows_b.read(b, start, stop)
-        in_a, in_b = _common(table.hash_name, one[0], other[0])
-        counts["only_a"] += len(one[0]) - len(in_a)
-        counts["only_b"] += len(other[0]) - len(in_b)
-        one, other = selected(one, in_a), selected(other, in_b)
+        in_a, in_b = torch.isin(one[0], other[0]), torch.isin(other[0], one[0])
+        counts["only_a"] += int((~in_a).sum())
+        counts["only_b"] += int((~in_b).sum())
+        one, other = selected(one, in_a), selected(other, in_b)  # each in order of hash
         apart = [_differences(one[k], other[k]) for k in (4, 5)]
         changed_R = (apart[0] > 0) | (apart[1] > 0)
         touched_R = ~changed_R & ((one[2] != other[2]) | (one[3] != other[3]))
         counts["changed"] += int(changed_R.sum())
         counts["touched"] += int(touched_R.sum())
         counts["equal"] += int((~changed_R & ~touched_R).sum())
-        if len(in_a):
+        if len(one[0]):
             largest = [
                 max(was, float(now_R.max())) for was, now_R in zip(largest, apart, strict=True)
             ]
@@ -329,17 +329,6 @@ def _compared(key: str, rows_a: Chain, rows_b: Chain) -> TableDiff:
         weights_difference=largest[0],
         state_difference=largest[1],
     )
-
-
-def _common(hash_name: str, ids_a: Tensor, ids_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the ids that are in both lie in each."""
-    keys_a, keys_b = (sort_key(hash_ids(hash_name, ids)) for ids in (ids_a, ids_b))
-    if not len(keys_a) or not len(keys_b):
-        none = torch.empty(0, dtype=torch.int64, device="cpu")
-        return none, none
-    at = torch.searchsorted(keys_b, keys_a).clamp_(max=len(keys_b) - 1)
-    in_a = (keys_b[at] == keys_a).nonzero().squeeze(1)
-    return in_a, at[in_a]
 
 
 def _differences(a_RD: Tensor, b_RD: Tensor) -> Tensor:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-import types
-import typing
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from functools import cache
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from shoal.checkpoint.storage import Storage
 from shoal.errors import CheckpointError
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
+_STRICT = ConfigDict(extra="forbid", strict=True)
+_Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]  # what a file name may have
+_Count = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
+_Hash = Annotated[int, Field(ge=0, le=1 << 64)]
 
 
 class NotThat(ValueError):
@@ -24,65 +26,6 @@ class NotThat(ValueError):
 
     def __init__(self, where: str, got: object, allowed: str) -> None:
         super().__init__(f"{where} is {str(got)[:200]!r}, not {allowed}")
-
-
-def decoded(kind: Any, raw: Any, where: str) -> Any:
-    """`raw`, as `json.loads` gave it, as a value of that type.
-
-    kind: a dataclass, str, int, bool, float, None, a Literal, a union, tuple[T, ...] or
-        dict[str, T]. An int is no bool, and a float may be written as an int.
-
-    Raises:
-        NotThat: a field is missing or unknown, or a value of another type.
-    """
-    origin, arguments = get_origin(kind), get_args(kind)
-    if is_dataclass(kind):
-        return _object(kind, raw, where)
-    if origin is Literal:
-        if not any(raw == one and type(raw) is type(one) for one in arguments):
-            raise NotThat(where, raw, " or ".join(repr(one) for one in arguments))
-        return raw
-    if origin in (Union, types.UnionType):
-        if raw is None and type(None) in arguments:
-            return None
-        rest = [one for one in arguments if one is not type(None)]
-        return decoded(rest[0], raw, where)
-    if origin is tuple:
-        if type(raw) is not list:
-            raise NotThat(where, raw, "a list")
-        return tuple(decoded(arguments[0], one, f"{where}[{k}]") for k, one in enumerate(raw))
-    if origin is dict:
-        if type(raw) is not dict:
-            raise NotThat(where, raw, "an object")
-        return {key: decoded(arguments[1], one, f"{where}.{key}") for key, one in raw.items()}
-    if kind is float and type(raw) is int:
-        return float(raw)
-    if type(raw) is not kind:
-        raise NotThat(where, raw, f"a value of type {kind.__name__}")
-    if kind is int and not -(1 << 63) <= raw <= 1 << 65:
-        raise NotThat(where, "a huge number", "one of 64 bits")
-    if kind is str and ("\0" in raw or (not raw.isascii() and _SURROGATE.search(raw))):
-        raise NotThat(where, ascii(raw), "text that a file name may have")
-    return raw
-
-
-def _object(kind: Any, raw: Any, where: str) -> Any:
-    if type(raw) is not dict:
-        raise NotThat(where, raw, "an object")
-    wanted = _types(kind)
-    if missing := wanted.keys() - raw.keys():
-        raise NotThat(where, f"without {', '.join(sorted(missing))}", "all its fields")
-    if unknown := raw.keys() - wanted.keys():
-        raise NotThat(where, f"with {', '.join(sorted(unknown))}", "only its fields")
-    return kind(
-        **{name: decoded(one, raw[name], f"{where}.{name}") for name, one in wanted.items()}
-    )
-
-
-@cache
-def _types(kind: Any) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind)
-    return {field.name: hints[field.name] for field in fields(kind)}
 
 
 MANIFEST = "manifest.json"
@@ -98,10 +41,11 @@ FileKind = Literal["rows", "deleted", "admission", "sketch", "dense", "state"]
 class SavedSegment:
     """Columns of a saved table. `optimizer` is the rule's kind; `state_width` its floats a row."""
 
-    name: str
-    dim: int
-    state_width: int
-    optimizer: str
+    __pydantic_config__ = _STRICT
+    name: _Text
+    dim: Annotated[int, Field(ge=0, le=1 << 20)]
+    state_width: Annotated[int, Field(ge=0, le=1 << 22)]
+    optimizer: _Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +61,15 @@ class SavedTable:
         admission: kind of its admission counters, None without.
     """
 
-    collection: str
-    name: str
-    hash_name: str
-    dtype: str
+    __pydantic_config__ = _STRICT
+    collection: _Text
+    name: _Text
+    hash_name: _Text
+    dtype: _Text
     segments: tuple[SavedSegment, ...]
-    rows: int
-    deleted: int
-    admission: str | None
+    rows: _Count
+    deleted: _Count
+    admission: _Text | None
 
     @property
     def key(self) -> str:
@@ -159,22 +104,24 @@ class SavedFile:
         rows: rows, ids or counters in it; 0 for other kinds.
     """
 
-    path: str
+    __pydantic_config__ = _STRICT
+    path: _Text
     kind: FileKind
-    tables: tuple[str, ...]
-    start: int
-    stop: int
-    rows: int
-    bytes: int
-    crc32: int
+    tables: tuple[_Text, ...]
+    start: _Hash
+    stop: _Hash
+    rows: _Count
+    bytes: _Count
+    crc32: Annotated[int, Field(ge=0, lt=1 << 32)]
 
 
 @dataclass(frozen=True, slots=True)
 class Parent:
     """What a delta is relative to: another checkpoint in the same store."""
 
-    folder: str
-    id: str
+    __pydantic_config__ = _STRICT
+    folder: _Text
+    id: _Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,28 +143,29 @@ class Manifest:
         modules, optimizers: names of what `dense/` has.
     """
 
+    __pydantic_config__ = _STRICT
     schema: int
-    id: str
+    id: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
     kind: Kind
-    step: int
-    position: int
-    version: int
+    step: _Count
+    position: _Count
+    version: Annotated[int, Field(ge=0, le=(1 << 32) - 2)]
     parent: Parent | None = None
-    seed: int
-    last_steps: dict[str, int]
-    world_size: int
-    created_s: int
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
+    last_steps: dict[str, _Count]
+    world_size: Annotated[int, Field(ge=1, lt=1 << 31)]
+    created_s: _Count
     packages: dict[str, str]
     tables: tuple[SavedTable, ...] = ()
-    modules: tuple[str, ...] = ()
-    optimizers: tuple[str, ...] = ()
+    modules: tuple[_Text, ...] = ()
+    optimizers: tuple[_Text, ...] = ()
     files: tuple[SavedFile, ...] = ()
 
 
 _WEIGHT_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 _ID_BYTES, _WORD_BYTES = 8, 4
 _SKETCH = re.compile(r"sketch (\d{1,12})x(\d{1,3})( by bucket)?")
-_MOST = (1 << 63) - 1
+_FORM = TypeAdapter(Manifest)
 
 _TAIL = ',\n  "crc32": "{:08x}"\n}}\n'
 _TAIL_BYTES = len(_TAIL.format(0))
@@ -252,10 +200,15 @@ def from_json(data: bytes, where: str = MANIFEST) -> Manifest:
         )
     if not whole:
         raise _damaged(where, "another checksum than its last line says")
-    del raw["crc32"]
     try:
-        manifest: Manifest = decoded(Manifest, raw, "manifest")
+        manifest = _FORM.validate_json(head + b"}")
         _check(manifest)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        at = "".join(f"[{k}]" if isinstance(k, int) else f".{k}" for k in first["loc"])
+        told = first["type"] in ("missing", "json_invalid")
+        got = "" if told else f", not {str(first['input'])[:200]!r}"
+        raise _damaged(where, f"manifest{at}: {first['msg']}{got}") from error
     except NotThat as error:
         raise _damaged(where, str(error)) from error
     return manifest
@@ -288,12 +241,7 @@ def commit(storage: Storage, manifest: Manifest) -> None:
             values that no checkpoint has.
     """
     if storage.exists(MANIFEST):
-        raise CheckpointError(
-            "checkpoint folder",
-            got=f"{storage.url}, which holds a checkpoint",
-            allowed="a folder without one",
-            remedy="Choose another folder; a checkpoint is never overwritten.",
-        )
+        raise occupied(storage)
     data = to_json(manifest)
     from_json(data, f"{storage.url}/{MANIFEST}")
     # A save of another process takes a folder without a manifest for leftovers, and ranks of
@@ -309,6 +257,16 @@ def commit(storage: Storage, manifest: Manifest) -> None:
     storage.replace(MANIFEST, data)
 
 
+def occupied(storage: Storage) -> CheckpointError:
+    """A folder to write a checkpoint into that holds one."""
+    return CheckpointError(
+        "checkpoint folder",
+        got=f"{storage.url}, which holds a checkpoint",
+        allowed="a folder without one",
+        remedy="Save at another step or into another folder; a checkpoint is never overwritten.",
+    )
+
+
 def _damaged(where: str, why: str) -> CheckpointError:
     return CheckpointError(
         f"checkpoint file {where}",
@@ -320,21 +278,10 @@ def _damaged(where: str, why: str) -> CheckpointError:
 
 def _check(manifest: Manifest) -> None:
     """What types do not say."""
-    digits = set(manifest.id)
-    if len(manifest.id) != 32 or not digits <= set("0123456789abcdef"):
-        raise NotThat("id", manifest.id, "32 hexadecimal digits")
     if (manifest.kind == "delta") != (manifest.parent is not None):
         raise NotThat("parent", manifest.parent, "one of a delta, none of a full checkpoint")
     if manifest.parent is not None and set("/\\") & set(manifest.parent.folder):
         raise NotThat("folder of the parent", manifest.parent.folder, "one in the same store")
-    _within("step", manifest.step, 0, _MOST)
-    _within("position", manifest.position, 0, _MOST)
-    _within("created_s", manifest.created_s, 0, _MOST)
-    _within("version", manifest.version, 0, (1 << 32) - 2)
-    _within("seed", manifest.seed, -(1 << 63), (1 << 64) - 1)
-    _within("world_size", manifest.world_size, 1, (1 << 31) - 1)
-    for name, step in manifest.last_steps.items():
-        _within(f"last step of {name!r}", step, 0, _MOST)
     tables = {table.key: table for table in manifest.tables}
     if len(tables) != len(manifest.tables):
         raise NotThat("tables", "two of one name", "one of each name")
@@ -348,11 +295,8 @@ def _check(manifest: Manifest) -> None:
         if file.path in paths or file.path == MANIFEST:
             raise NotThat("files", f"{file.path} twice", "each path once")
         paths.add(file.path)
-        if not 0 <= file.start < file.stop <= 1 << 64:
-            raise NotThat(f"hashes of {file.path}", (file.start, file.stop), "a range of 64 bits")
-        _within(f"rows of {file.path}", file.rows, 0, _MOST)
-        _within(f"bytes of {file.path}", file.bytes, 0, _MOST)
-        _within(f"checksum of {file.path}", file.crc32, 0, (1 << 32) - 1)
+        if file.start >= file.stop:
+            raise NotThat(f"hashes of {file.path}", (file.start, file.stop), "a range")
         if unknown := set(file.tables) - tables.keys():
             raise NotThat(f"tables of {file.path}", sorted(unknown), "tables of the manifest")
         _check_content(file, [tables[key] for key in file.tables])
@@ -363,7 +307,7 @@ def _check(manifest: Manifest) -> None:
             files = [f for f in manifest.files if f.kind == kind and table.key in f.tables]
             alone = all(len(f.tables) == 1 for f in files)
             held = sum(f.rows for f in files)
-            if rows < 0 or (held != rows if alone else held < rows):
+            if held != rows if alone else held < rows:
                 raise NotThat(f"{kind} of table {table.key!r}", rows, f"{held}, as in its files")
 
 
@@ -373,9 +317,6 @@ def _check_table(table: SavedTable) -> None:
         got = f"{table.dtype} of segments {names}"
         allowed = f"{', '.join(_WEIGHT_BYTES)}, and a segment or more, each of its own name"
         raise NotThat(f"form of table {table.key!r}", got, allowed)
-    for segment in table.segments:
-        _within(f"dim of {table.key}.{segment.name}", segment.dim, 0, 1 << 20)
-        _within(f"state_width of {table.key}.{segment.name}", segment.state_width, 0, 1 << 22)
     _within(f"columns of {table.key}", table.dim + table.state_width, 0, 1 << 24)
     if table.admission not in (None, "exact") and not _SKETCH.fullmatch(table.admission):
         raise NotThat(

@@ -26,7 +26,6 @@ from shoal.checkpoint.writing import JobWriter, Progress
 from shoal.comm.collectives import Collectives, LocalCollectives
 from shoal.comm.consensus import together
 from shoal.errors import CheckpointError, InputError
-from shoal.table.shard import Shard
 from shoal.table.values import Cursor
 
 
@@ -34,33 +33,18 @@ class Saving:
     """What `begin` returns: this rank's part of a checkpoint under way.
 
     Args:
-        url, name: the store's folder, and the checkpoint's in it.
+        url: the store's folder.
         writer: does it.
-        id: of its manifest.
-        version: of the snapshot point.
-        cursors: by collection, for the next delta.
-        shards: this rank's.
-        collectives: the writer's until it is done.
         claims: on the checkpoint's folder, held on one rank until it is done.
     """
 
-    def __init__(
-        self,
-        url: str,
-        name: str,
-        writer: JobWriter,
-        *,
-        id: str,
-        version: int,
-        cursors: Mapping[str, Cursor],
-        shards: tuple[Shard, ...],
-        collectives: Collectives,
-        claims: Sequence[Claim] = (),
-    ) -> None:
+    def __init__(self, url: str, writer: JobWriter, claims: Sequence[Claim] = ()) -> None:
         self._claims = tuple(claims)
-        self.url, self.name, self.id, self.version = url, name, id, version
-        self.collectives = collectives
-        self._writer, self._cursors, self._shards = writer, dict(cursors), shards
+        self.url, self.name = url, writer.folder.name
+        self.id, self.version = writer.draft.id, writer.draft.version
+        self.collectives = writer.collectives
+        self._writer, self._cursors = writer, dict(writer.point.cursors)
+        self._shards = {id(one.shard): one.shard for one in writer.tables.values()}.values()
         self._manifest: Manifest | None = None
         self._failure: CheckpointError | None = None
         self._aborted = False
@@ -265,18 +249,8 @@ def begin(
         modules=point.dense.modules,
         optimizers=point.dense.optimizers,
     )
-    shards = {id(one.shard): one.shard for one in contents.tables.values()}
-    saving = Saving(
-        root.url,
-        name,
-        JobWriter(contents.tables, point, root.child(name), draft, ranks),
-        id=draft.id,
-        version=point.version,
-        cursors=point.cursors,
-        shards=tuple(shards.values()),
-        collectives=ranks,
-        claims=claims,
-    )
+    writer = JobWriter(contents.tables, point, root.child(name), draft, ranks)
+    saving = Saving(root.url, writer, claims)
     _begun.add(saving)
     saving.start(concurrent=concurrent)
     return saving

@@ -149,8 +149,6 @@ _REASONS: dict[int, tuple[str, str, str]] = {
                   "Choose a folder on a file system that is mounted for writing."),
     errno.EACCES: ("no permission", "a folder that this user may read and write",
                    "Change its permissions, or choose another folder."),
-    errno.EPERM: ("no permission", "a folder that this user may read and write",
-                  "Change its permissions, or choose another folder."),
     errno.ENOENT: ("missing", "a file or folder that is there",
                    "Check the path; a file of a checkpoint may have been removed."),
     errno.ENOTDIR: ("a file where a folder is needed", "a folder", "Choose another path."),
@@ -177,38 +175,28 @@ def storage_errors(path: str) -> Iterator[None]:
         yield
     except ShoalError:
         raise
-    except OSError as error:
-        raise (_of_remote(path, error) if "://" in path else _of_local(path, error)) from error
     except Exception as error:
-        if "://" not in path:
+        if "://" not in path and not isinstance(error, OSError):
             raise
-        raise _of_remote(path, error) from error
+        raise _refused(path, error, remote="://" in path) from error
 
 
-def _of_local(path: str, error: OSError) -> CheckpointError:
-    reason = _REASONS.get(error.errno or 0)
-    if reason is None:
-        reason = (_text(error), "a file system that answers", "Check the device.")
-    got, allowed, remedy = reason
-    what = f"checkpoint storage at {path}"
-    return CheckpointError(what, got=got, allowed=allowed, remedy=remedy)
-
-
-def _of_remote(url: str, error: Exception) -> CheckpointError:
+def _refused(path: str, error: Exception, *, remote: bool) -> CheckpointError:
     number = error.errno if isinstance(error, OSError) else None
     if number is None and isinstance(error, FileNotFoundError):  # fsspec gives no numbers
         number = errno.ENOENT
-    if number is None and isinstance(error, PermissionError):
+    if number == errno.EPERM or (number is None and isinstance(error, PermissionError)):
         number = errno.EACCES
-    number = errno.EACCES if number == errno.EPERM else number
-    found = _REMOTE_REASONS.get(number or 0) or _REASONS.get(number or 0)
-    if found is None:
+    found = (_REMOTE_REASONS.get(number or 0) if remote else None) or _REASONS.get(number or 0)
+    if found is not None:
+        got, allowed, remedy = found
+        got = f"{got} ({_text(error)})" if remote else got
+    elif remote:
         got, allowed = _text(error), "a store that answers"
         remedy = "Check the address, the connection and the credentials that its package finds."
     else:
-        (reason, allowed, remedy), said = found, _text(error)
-        got = f"{reason} ({said})"
-    what = f"checkpoint storage at {url}"
+        got, allowed, remedy = _text(error), "a file system that answers", "Check the device."
+    what = f"checkpoint storage at {path}"
     return CheckpointError(what, got=got, allowed=allowed, remedy=remedy)
 
 
@@ -646,10 +634,7 @@ class Storage:
         """The whole of a file."""
         full = self._full(path)
         with self._errors(path):
-            if self._fs is None:
-                with open(full, "rb") as file:
-                    return file.read()
-            return bytes(self._fs.cat_file(full))
+            return Path(full).read_bytes() if self._fs is None else bytes(self._fs.cat_file(full))
 
     def read_into(self, path: str, buffer: memoryview, *, once: bool = False) -> tuple[int, int]:
         """Read a file from its start until it ends or the buffer is full.

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.checkpoint.manifest import MANIFEST, Kind, Manifest, read_manifest
+from shoal.checkpoint.manifest import MANIFEST, Kind, Manifest, occupied, read_manifest
 from shoal.checkpoint.storage import Storage, storage_errors
 from shoal.errors import CheckpointError
 
@@ -289,12 +289,7 @@ class CheckpointStore:
             if not folder.exists(MANIFEST):
                 return held
             held.release(keep=False)
-        raise CheckpointError(
-            "checkpoint folder",
-            got=f"{folder.url}, which holds a checkpoint",
-            allowed="a folder without one",
-            remedy="Save at another step; a checkpoint is never overwritten.",
-        )
+        raise occupied(folder)
 
     def retain(
         self, keep_full: int | None = None, *, in_use: Collection[str] = ()

@@ -180,7 +180,8 @@ def match_tables(
             if key not in used and key not in options.allow_unknown
         ]
     if problems:
-        raise _differs(problems)
+        allowed = "the same tables, segments and optimizers, but for what is waived by name"
+        raise differs("checkpoint and model", allowed, problems)
     return tuple(matches)
 
 
@@ -299,11 +300,12 @@ def _waived(name: str, options: LoadOptions) -> bool:
     return name in options.allow_missing or name in options.allow_unknown
 
 
-def _differs(problems: Sequence[str]) -> CheckpointError:
+def differs(what: str, allowed: str, problems: Sequence[str]) -> CheckpointError:
+    """The error that lists all differences of a checkpoint and the job that loads it."""
     return CheckpointError(
-        "checkpoint and model",
+        what,
         got="".join(f"\n  - {problem}" for problem in problems) + "\n",
-        allowed="the same tables, segments and optimizers, but for what is waived by name",
-        remedy="Fix the model, map names with renames, or name what may differ in "
-        "allow_missing and allow_unknown.",
+        allowed=allowed,
+        remedy="Build the job as it was when it was saved, map names of tables with renames, or "
+        "name what may differ in allow_missing and allow_unknown.",
     )

@@ -238,8 +238,8 @@ class JobWriter:
         draft: Manifest,
         collectives: Collectives,
     ) -> None:
-        self._tables, self._point, self._folder = tables, point, folder
-        self._draft, self._collectives = draft, collectives
+        self.tables, self.point, self.folder = tables, point, folder
+        self.draft, self.collectives = draft, collectives
         self._done = self._total = 0
         self._last: Progress | None = None
         self._throttle = Throttle()
@@ -248,7 +248,7 @@ class JobWriter:
     @property
     def concurrent(self) -> bool:
         """Whether training may continue while it runs."""
-        return self._point.concurrent
+        return self.point.concurrent
 
     def stop_throttling(self) -> None:
         """Pause no more between rows; from any thread."""
@@ -270,14 +270,16 @@ class JobWriter:
             deleted = self._stage("deletions", lambda: self._write("deleted"))
             self._last = self.progress()
         finally:
-            self._point.close()
+            self.point.close()
         admission = self._stage("admission counters", lambda: self._write("admission"))
         sketches = self._stage("admission sketches", self._write_sketches)
-        dense_files = self._stage("dense part", self._write_dense)[0]
-        rank_states = self._stage("states of ranks", lambda: self._point.rank_state)
+        dense_files = self._stage(
+            "dense part", lambda: dense.write(self.point.dense, self.folder, self.collectives)
+        )[0]
+        rank_states = self._stage("states of ranks", lambda: self.point.rank_state)
         state = self._stage("state of the job", lambda: self._write_state(rank_states))[0]
         manifest = replace(
-            self._draft,
+            self.draft,
             tables=tuple(self._saved_tables(rows[0].rows, deleted[0].rows)),
             files=(
                 *(one for kind in (rows, deleted, admission, sketches) for one in _in_order(kind)),
@@ -292,7 +294,7 @@ class JobWriter:
         """See `Progress`; from any thread."""
         if self._last is not None:
             return self._last
-        snapshots = {id(one): one for one in self._point.snapshots.values()}.values()
+        snapshots = {id(one): one for one in self.point.snapshots.values()}.values()
         costs = [stats for one in snapshots if (stats := getattr(one, "stats", None)) is not None]
         return Progress(
             self._done,
@@ -326,15 +328,15 @@ class JobWriter:
                 self._check_aborted()  # not before: other ranks may be in a call of the work
             return value
 
-        where = f"writing the {what} of checkpoint {self._folder.url}"
+        where = f"writing the {what} of checkpoint {self.folder.url}"
         try:
-            return together(self._collectives, where, part)
+            return together(self.collectives, where, part)
         except (ShoalError, MemoryError) as error:
             if isinstance(error, CollectiveFailed) or str(error).startswith(where):
                 raise
             raise CheckpointError(  # this rank's own, as the others hear of it
                 where,
-                got=f"on rank {self._collectives.rank}: {type(error).__name__}: {error}",
+                got=f"on rank {self.collectives.rank}: {type(error).__name__}: {error}",
                 allowed="success on every rank",
                 remedy="Mend what is named; the next save removes what this one left.",
             ) from error
@@ -349,26 +351,26 @@ class JobWriter:
         if concurrent:
             _core.give_way()
             self._throttle.start()
-            for snapshot in self._point.snapshots.values():
+            for snapshot in self.point.snapshots.values():
                 snapshot.give_way()
         return self._write("rows")
 
     def _write(self, kind: FileKind) -> _Written:
         """This rank's files of rows or ids; all ranks call it alike."""
-        tables = [] if (kind, self._draft.kind) == ("deleted", "full") else [*self._sharded(kind)]
+        tables = [] if (kind, self.draft.kind) == ("deleted", "full") else [*self._sharded(kind)]
         if not tables:
             return _Written({}, {})
-        rows = ShardedRows(tables, self._collectives)
+        rows = ShardedRows(tables, self.collectives)
         counted = rows.counted()
         files = split(counted, kind)
-        plan = plan_writing(files, counted, self._collectives.world_size)
-        mine = [n for n, writer in enumerate(plan.writers) if writer == self._collectives.rank]
+        plan = plan_writing(files, counted, self.collectives.world_size)
+        mine = [n for n, writer in enumerate(plan.writers) if writer == self.collectives.rank]
         self._total += sum(files[n].rows * files[n].layout.row_bytes for n in mine)
 
         def opened(number: int) -> RowFileWriter:
             one = files[number]
             ranges = (one.start, one.stop)
-            return RowFileWriter(self._folder, one.path, one.layout, one.tables, ranges, kind)
+            return RowFileWriter(self.folder, one.path, one.layout, one.tables, ranges, kind)
 
         threads = FileThreads(opened)
         try:
@@ -396,8 +398,8 @@ class JobWriter:
     def _sharded(self, kind: FileKind) -> Iterator[ShardedTable]:
         """What there is of a kind on this rank. Every slice has all ids: the first one's count."""
         for name, hosted, spec in self._specs():
-            key, snapshot = f"{name}/{spec.name}", self._point.snapshots[name]
-            slices = slices_of(hosted, spec, self._collectives.rank)
+            key, snapshot = f"{name}/{spec.name}", self.point.snapshots[name]
+            slices = slices_of(hosted, spec, self.collectives.rank)
             if kind == "rows":
                 layout = RowLayout.rows(spec.dim, spec.state_width, spec.dtype)
                 rows = (None if k.table is None else RowSlice(snapshot, k.table) for k in slices)
@@ -410,7 +412,7 @@ class JobWriter:
             if kind == "admission":
                 if spec.admission is None or spec.admission.counter != "exact":
                     continue
-                if (here := self._point.admission.get((name, spec.name))) is not None:
+                if (here := self.point.admission.get((name, spec.name))) is not None:
                     source = IdSlice(spec.hash_name, functools.partial(_counters, here))
             ids = RowLayout.ids(counted=kind == "admission")
             yield ShardedTable(key, spec, ids, slices[:1], (source,))
@@ -420,38 +422,35 @@ class JobWriter:
         same again when all ranks that loaded it save it."""
         saved: dict[int, SavedFile] = {}
         failures: list[Exception] = []
-        ranks = self._collectives
+        ranks = self.collectives
         tables = [
             (name, spec)
             for name, _, spec in self._specs()
             if spec.admission is not None and spec.admission.counter == "sketch"
         ]
         for number, (name, spec) in enumerate(tables):
-            here = self._point.admission.get((name, spec.name))
+            here = self.point.admission.get((name, spec.name))
             cells = _cells(spec, here).to(ranks.device)
             (cells,) = ranks.all_reduce(cells, "max", what="sketches of a checkpoint").wait()
             if number % ranks.world_size == ranks.rank and not failures:
                 path, key = sketch_path(name, spec.name), f"{name}/{spec.name}"
                 data = cells.cpu().to(torch.uint32).numpy().tobytes()
                 try:
-                    saved[number] = write_whole(self._folder, path, "sketch", data, [key])
+                    saved[number] = write_whole(self.folder, path, "sketch", data, [key])
                 except Exception as error:  # noqa: BLE001 - the other ranks are in the next round
                     failures.append(error)
         if failures:
             raise failures[0]
         return _Written(saved, {})
 
-    def _write_dense(self) -> tuple[SavedFile, ...]:
-        return dense.write(self._point.dense, self._folder, self._collectives)
-
     def _write_state(self, rank_states: Sequence[Mapping[str, Any]]) -> tuple[SavedFile, ...]:
-        if self._collectives.rank != 0:
+        if self.collectives.rank != 0:
             return ()
-        return (job_state.write(self._folder, self._point.state, rank_states),)
+        return (job_state.write(self.folder, self.point.state, rank_states),)
 
     def _commit(self, manifest: Manifest) -> None:
-        if self._collectives.rank == 0:
-            commit(self._folder, manifest)
+        if self.collectives.rank == 0:
+            commit(self.folder, manifest)
 
     def _saved_tables(
         self, rows: Mapping[str, int], deleted: Mapping[str, int]
@@ -461,7 +460,7 @@ class JobWriter:
             yield saved_table(name, spec, rows=rows[key], deleted=deleted.get(key, 0))
 
     def _specs(self) -> Iterator[tuple[str, HostedTables, TableSpec]]:
-        for name, hosted in self._tables.items():
+        for name, hosted in self.tables.items():
             for spec in hosted.specs:
                 yield name, hosted, spec
 

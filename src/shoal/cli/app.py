@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
+from typing import Annotated, Any
 
 import typer
 
@@ -14,6 +15,7 @@ from shoal.cli.plan import plan
 from shoal.cli.ps import ps
 from shoal.cli.run import data, evaluate, predict, train
 from shoal.cli.serve import serve
+from shoal.cli.shell import GivesWay
 from shoal.cli.usage import AllCommands, run_app
 
 app = typer.Typer(
@@ -52,4 +54,6 @@ def _root(
 
 def main() -> None:
     """Entry point of the `shoal` command."""
+    streams: Any = (GivesWay(sys.stdout), GivesWay(sys.stderr))
+    sys.stdout, sys.stderr = streams
     run_app(app)

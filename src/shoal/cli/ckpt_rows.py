@@ -15,19 +15,10 @@ from urllib.parse import quote
 from rich.console import Console
 
 from shoal import config as settings
-from shoal.checkpoint.formats import (
-    ForeignSource,
-    Offered,
-    TableForm,
-    form_of,
-    open_embeddings,
-    open_monolith,
-    open_npz,
-    open_parquet,
-    open_text,
-    receive,
-    write_parquet,
-)
+from shoal.checkpoint.formats.dumps import open_embeddings, open_npz, open_text
+from shoal.checkpoint.formats.foreign import ForeignSource, Offered, TableForm, form_of, receive
+from shoal.checkpoint.formats.monolith import open_monolith
+from shoal.checkpoint.formats.parquet import open_parquet, write_parquet
 from shoal.checkpoint.manifest import SavedTable
 from shoal.cli.ckpt_inspect import chosen, find
 from shoal.cli.shell import print_line

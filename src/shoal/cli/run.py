@@ -96,22 +96,27 @@ def predict(
         Path | None,
         option("FILE", "Parquet file to write; predictions.parquet in the run folder if left out."),
     ] = None,
+    key: Annotated[
+        list[str] | None,
+        option("COLUMN", "Column of the data that the file has as it is; may be repeated."),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Write a trained model's predictions for its evaluation examples as Parquet.
 
-    One row an example, in order: prediction (a probability), label, event_time_s.
+    One row an example, in order: keys, prediction (a probability), label, event_time_s. The data
+    needs no labels: what is missing is null.
 
     Examples:
 
       shoal predict runs/flights-20131101-120000 --out predictions.parquet
 
-      shoal predict examples/flights.yaml eval.max_examples=10000
+      shoal predict examples/flights.yaml eval.max_examples=10000 --key carrier --key number
     """
     with one_job(debug):
         from shoal import train as training
 
-        training.predict(run, overrides or (), out=out, console=console())
+        training.predict(run, overrides or (), out=out, keys=key or (), console=console())
 
 
 @data.callback()

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import IO, Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -40,9 +40,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 def console(*, stderr: bool = False) -> Console:
     """A console on stdout or stderr; plain and wide enough for tables when not a terminal."""
     stream: Any = sys.stderr if stderr else sys.stdout
-    return Console(
-        file=cast(IO[str], _GivesWay(stream)), width=None if stream.isatty() else _PLAIN_WIDTH
-    )
+    return Console(file=stream, width=None if stream.isatty() else _PLAIN_WIDTH)
 
 
 def print_line(out: Console, line: str) -> None:
@@ -50,7 +48,7 @@ def print_line(out: Console, line: str) -> None:
     out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-class _GivesWay:
+class GivesWay:
     """A stream whose reader may leave, or whose disk may be full: what is left is dropped."""
 
     def __init__(self, stream: Any) -> None:
@@ -73,7 +71,7 @@ class _GivesWay:
         except OSError as error:
             with suppress(OSError):  # what the stream still holds goes nowhere, now and at exit
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-            if not isinstance(error, BrokenPipeError) and self._stream is not sys.stderr:
+            if not isinstance(error, BrokenPipeError) and self is not sys.stderr:
                 console(stderr=True).print(f"output ends here, the command continues: {error}")
             return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from fnmatch import fnmatchcase
 from functools import partial
@@ -17,7 +17,6 @@ from shoal.config import tree
 from shoal.config.streams import replayed, stream_loader
 from shoal.config.tree import (
     FeatureSettings,
-    FileSource,
     FlightsSource,
     KafkaSource,
     RunConfig,
@@ -44,8 +43,11 @@ from shoal.data import (
     flights,
     split_by_time,
 )
+from shoal.data.catalog import Catalog
+from shoal.data.columns import check_present
+from shoal.data.item_tree import ItemTree
 from shoal.data.sampler_service import shared_sampler
-from shoal.data.samplers import Sampling
+from shoal.data.samplers import Sampling, read_items
 from shoal.embedding.combiners import Combiner, FirstN, ReduceMean, ReduceSum
 from shoal.embedding.layouts import Feature, Layout, LayoutSlice
 from shoal.errors import ConfigError, unknown_name
@@ -130,7 +132,7 @@ def _check_model(config: RunConfig, tasks: Sequence[Task]) -> None:
 
     Raises:
         ConfigError: settings of a label that it does not predict, or of one whose loss is a
-            softmax; a list in place of an item's one id.
+            softmax; a list in place of an item's one id; a softmax over nodes of a tree.
     """
     model, source = config.model, config.data.source
     softmax = isinstance(model.objective(tuple(tasks)), InBatchSoftmax)
@@ -143,6 +145,9 @@ def _check_model(config: RunConfig, tasks: Sequence[Task]) -> None:
     if softmax and getattr(source, "sample_rate", None) is not None:
         allowed, remedy = "none: its negatives are other items of a batch", "Leave it out."
         raise ConfigError(f"sample_rate of model {model.kind}", "one", allowed, remedy)
+    if softmax and config.data.tree is not None:
+        allowed, remedy = "a model with a loss for each example", "Leave data.tree out."
+        raise ConfigError("model that data.tree gives nodes to", model.kind, allowed, remedy)
     own = source.ids.get(model.id_feature or "") if isinstance(source, TableSource) else None
     if own is not None and own.is_list:
         got, remedy = f"the list {model.id_feature!r}", "Set model.item_id, or another target."
@@ -310,6 +315,7 @@ class RunData:
         num_dense: dense columns.
         train, evaluation: batches; may be iterated more than once.
         quarantine: where rows and files go that cannot be used; None: they are errors.
+        catalog: items that those of evaluation examples are ranked among; None: they are not.
     """
 
     features: tuple[str, ...]
@@ -317,6 +323,7 @@ class RunData:
     train: Loader | StreamLoader
     evaluation: Loader
     quarantine: Quarantine | None = None
+    catalog: Catalog | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,6 +359,7 @@ def open_data(
     collectives: Collectives | None = None,
     *,
     samples: bool = True,
+    keys: Sequence[str] | None = None,
 ) -> RunData:
     """Open a run's source and divide it into training and evaluation.
 
@@ -360,25 +368,30 @@ def open_data(
         share: this rank's part of each batch; None: all of it, but of training batches this
             worker's part if it is one of several.
         collectives: of all ranks, which then share servers if data.sampler says so.
-        samples: training batches have the items of data.sampler; else nothing of it is opened.
+        samples: training batches have the items of data.sampler, or nodes of data.tree; else
+            nothing of a sampler is opened, and of a tree what eval.retrieval needs.
+        keys: to predict: evaluation examples need no labels and have these columns as
+            `Batch.keys`; files of their own alone are opened. None: to evaluate.
 
     Raises:
         ConfigError: nothing says what to evaluate on, or two settings do; batches of one example
             with batch normalisation; a replay without event times; epochs or shuffling of a
             stream.
         DataError: a file that is missing, empty or malformed, or no examples on one side.
+        DataError: a key that is no column.
     """
     settings = config.data
     quarantine = None
     if settings.quarantine is not None:
         rank = share.rank if share else config.distributed.worker
         quarantine = Quarantine(**settings.quarantine.model_dump(), rank=rank)
-    training, evaluation = _sides(config, quarantine)
+    training, evaluation = _sides(config, quarantine, keys)
     since = None if settings.replay is None else settings.replay.since
-    training = replayed(config, training, None if since is None else _seconds(since))
+    if keys is None:
+        training = replayed(config, training, None if since is None else _seconds(since))
     pins = resolve_device(config.device).startswith("cuda")
     # Of one value there is no variance.
-    normalises = getattr(config.model, "batch_norm", False)
+    normalises = keys is None and getattr(config.model, "batch_norm", False)
     workers = config.distributed.workers
     training_share = RankShare(config.distributed.worker, workers) if workers > 1 else share
     if normalises and settings.batch_size == 1:
@@ -390,10 +403,12 @@ def open_data(
         )
     # Workers without a process group normalise over their own examples.
     least = 2 * workers if normalises else workers
+    for name, own in (("sampler", settings.sampler), ("tree", settings.tree)):
+        if own is not None and not isinstance(training, Source):
+            remedy = f"Leave data.{name} out."
+            raise ConfigError(f"data.{name}", "a stream", "examples of files", remedy)
+    tree = _item_tree(config) if samples or config.eval.retrieval is not None else None
     if not isinstance(training, Source):
-        if settings.sampler is not None:
-            remedy = "Leave data.sampler out."
-            raise ConfigError("data.sampler", "a stream", "examples of files", remedy)
         train: Loader | StreamLoader = stream_loader(config, training, share, training_share, least)
     else:
         train = Loader(
@@ -411,6 +426,7 @@ def open_data(
             least=least,
             short=settings.last_batch,
             sampler=_sampler(config, collectives) if samples else None,
+            tree=tree if samples else None,
         )
     return RunData(
         features=training.features,
@@ -424,16 +440,25 @@ def open_data(
             pin_memory=pins,
         ),
         quarantine=quarantine,
+        catalog=_catalog(config, tree),
     )
 
 
-def _sides(config: RunConfig, quarantine: Quarantine | None) -> tuple[Source | Feed, Source]:
+def _sides(
+    config: RunConfig, quarantine: Quarantine | None, keys: Sequence[str] | None
+) -> tuple[Source | Feed, Source]:
     source, at_s = config.data.source, _split_s(config)
     if isinstance(source, SyntheticSource):
+        check_present(keys or (), (), "made-up examples", "--key")
         return _synthetic(source, config.seed)
     if isinstance(source, FlightsSource):
         from_s = flights.SPLIT_S if at_s is None else at_s
-        return split_by_time(flights.load(fit_before_s=from_s).examples, from_s)
+        loaded = flights.load(fit_before_s=from_s)
+        examples = loaded.examples
+        if keys:
+            check_present(keys, loaded.table.column_names, "the flights", "--key")
+            examples = examples.with_keys(loaded.table.select(keys))
+        return split_by_time(examples, from_s)
     streams = isinstance(source, KafkaSource)
     if (at_s is None) == (not source.eval_paths) or (streams and at_s is not None):
         raise ConfigError(
@@ -443,12 +468,18 @@ def _sides(config: RunConfig, quarantine: Quarantine | None) -> tuple[Source | F
             remedy="Set one of them.",
         )
     recipe = _recipe(source)
+    if keys is not None:
+        recipe = replace(recipe, weight=None, group=None, sample_rate=None)
+        recipe = replace(recipe, keys=tuple(keys), unlabelled=True)
+        if at_s is None:
+            found = _files(source, source.eval_paths, recipe, quarantine)
+            return found, found
     if isinstance(source, KafkaSource):
         feed = KafkaFeed(source.stream, recipe, quarantine, config.name)
-        return feed, ParquetSource(source.eval_paths, recipe, quarantine=quarantine)
-    training = _files(source, source.paths, quarantine)
+        return feed, _files(source, source.eval_paths, recipe, quarantine)
+    training = _files(source, source.paths, recipe, quarantine)
     if at_s is None:
-        return training, _files(source, source.eval_paths, quarantine)
+        return training, _files(source, source.eval_paths, recipe, quarantine)
     return split_by_time(training, at_s)
 
 
@@ -465,13 +496,51 @@ def _sampler(config: RunConfig, collectives: Collectives | None) -> Sampling | N
     settings, source = config.data.sampler, config.data.source
     if settings is None:
         return None
-    if not isinstance(source, FileSource):
-        remedy = "Leave data.sampler out."
-        raise ConfigError("data.source with data.sampler", source.kind, "parquet, csv", remedy)
-    opener = partial(Sampler.open, settings, _recipe(source), seed=config.seed)
+    opener = partial(Sampler.open, settings, _items_recipe(source), seed=config.seed)
     if settings.shared and collectives is not None:
         return shared_sampler(opener, settings, collectives)
     return opener()
+
+
+def _items_recipe(source: tree.SourceSettings) -> Recipe:
+    """What makes features of items as those of examples are made."""
+    if not isinstance(source, TableSource):
+        remedy = "Leave data.sampler, data.tree and eval.retrieval out."
+        raise ConfigError("data.source of items", source.kind, "files, kafka", remedy)
+    return _recipe(source)
+
+
+def _item_tree(config: RunConfig) -> ItemTree | None:
+    settings = config.data.tree
+    if settings is None:
+        return None
+    if config.data.sampler is not None:
+        remedy = "Leave one of them out."
+        raise ConfigError("data.tree", "data.sampler, too", "one of them", remedy)
+    return ItemTree.open(settings, _items_recipe(config.data.source), seed=config.seed)
+
+
+def _catalog(config: RunConfig, item_tree: ItemTree | None) -> Catalog | None:
+    """The items that eval.retrieval ranks.
+
+    Raises:
+        ConfigError: no file of them, or a model without a vector of each.
+    """
+    settings, names = config.eval.retrieval, config.model.item_features
+    if settings is None:
+        return None
+    if item_tree is not None:
+        return Catalog(settings, item_tree, item_tree.id)
+    sampler = config.data.sampler
+    path = settings.items or (sampler.items if sampler else None)
+    if path is None or not names:
+        got = f"model {config.model.kind}" if path else "no file of items"
+        allowed = "data.tree, or a file of items and two_tower, or hstu with head: next_item"
+        raise ConfigError(
+            "eval.retrieval", got, allowed, "Set eval.retrieval.items, or leave it out."
+        )
+    items, _, _ = read_items(path, _items_recipe(config.data.source), names, None)
+    return Catalog(settings, items, names[0])
 
 
 def _recipe(settings: TableSource) -> Recipe:
@@ -483,8 +552,9 @@ def _recipe(settings: TableSource) -> Recipe:
     )
 
 
-def _files(settings: FileSource, paths: tuple[str, ...], quarantine: Quarantine | None) -> Source:
-    recipe = _recipe(settings)
+def _files(
+    settings: TableSource, paths: tuple[str, ...], recipe: Recipe, quarantine: Quarantine | None
+) -> Source:
     if isinstance(settings, tree.CsvFiles):
         return CsvSource(paths, recipe, quarantine)
     return ParquetSource(paths, recipe, quarantine=quarantine)

@@ -23,6 +23,7 @@ from pydantic_core import core_schema
 
 from shoal.compiling import Compile
 from shoal.config.type_words import DEVICE, NAME, is_bool_for_number, of_type, with_patterns
+from shoal.data.catalog import RetrievalSettings
 from shoal.data.feature_set import (
     ID_RULES,
     ElementWise,
@@ -30,6 +31,7 @@ from shoal.data.feature_set import (
     FeatureSpec,
     sequence_group,
 )
+from shoal.data.item_tree import TreeSettings
 from shoal.data.kafka import Kafka
 from shoal.data.kinds import KINDS
 from shoal.data.samplers import SamplerSettings
@@ -219,16 +221,9 @@ def _rate(value: Any) -> Any:
     return float(value)
 
 
-def _admission(value: Any) -> Any:
-    return None if value is None else build_record(value, Admission, "admission")
-
-
-def _expiry(value: Any) -> Any:
-    return None if value is None else build_record(value, Expiry, "expiry")
-
-
-def _sampler(value: Any) -> Any:
-    return None if value is None else build_record(value, SamplerSettings, "data.sampler")
+def _record(cls: type, what: str) -> _Built:
+    """Builds a record of settings, or none."""
+    return _Built(lambda value: None if value is None else build_record(value, cls, what))
 
 
 _GROUP = ("delimiter", "length", "features")
@@ -301,9 +296,11 @@ InitializerRule = Annotated[Initializer, _Built(lambda value: build(value, INITI
 CompressorRule = Annotated[Compressor, _Built(lambda value: build(value, COMPRESSORS))]
 ModelRule = Annotated[ModelSpec, _Built(lambda value: build(value, MODELS))]
 LearningRate = Annotated[float | Schedule, _Built(_rate)]
-AdmissionRule = Annotated[Admission | None, _Built(_admission)]
-ExpiryRule = Annotated[Expiry | None, _Built(_expiry)]
-SamplerRule = Annotated[SamplerSettings | None, _Built(_sampler)]
+AdmissionRule = Annotated[Admission | None, _record(Admission, "admission")]
+ExpiryRule = Annotated[Expiry | None, _record(Expiry, "expiry")]
+SamplerRule = Annotated[SamplerSettings | None, _record(SamplerSettings, "data.sampler")]
+TreeRule = Annotated[TreeSettings | None, _record(TreeSettings, "data.tree")]
+Retrieval = Annotated[RetrievalSettings | None, _record(RetrievalSettings, "eval.retrieval")]
 Features = Annotated[FeatureSet, _Built(_features, _dump_features)]
 
 
@@ -438,7 +435,8 @@ class DataSettings(Section):
     `split` is an event time (UTC unless it says otherwise): examples before it train, those from
     it on evaluate. `shuffle` "replays" keeps the order of the first epoch and shuffles later ones.
     `last_batch` is what becomes of a last batch of an epoch that is one example, which batch
-    normalisation cannot take. `sampler` draws items that examples are compared with.
+    normalisation cannot take. `sampler` draws items that examples are compared with; with `tree`
+    examples become those of its nodes.
     """
 
     source: Annotated[SourceSettings, BeforeValidator(_by_kind)]
@@ -451,6 +449,7 @@ class DataSettings(Section):
     last_batch: Literal["merge", "drop"] = "merge"
     max_examples: Examples | None = None
     sampler: SamplerRule = None
+    tree: TreeRule = None
     replay: ReplaySettings | None = None
     quarantine: Annotated[QuarantineSettings | None, BeforeValidator(_by_path)] = None
 
@@ -535,12 +534,16 @@ def _by_metric(value: Any) -> Any:
 
 
 class EvalSettings(Section):
-    """How the evaluation runs: after training, and at every `every_steps` steps of it."""
+    """How the evaluation runs: after training, and at every `every_steps` steps of it.
+
+    `retrieval` ranks examples' items among all known ones.
+    """
 
     batch_size: Count = 4096
     max_examples: Examples | None = None
     every_steps: Count | None = None
     early_stop: Annotated[EarlyStopSettings | None, BeforeValidator(_by_metric)] = None
+    retrieval: Retrieval = None
 
 
 class LoggingSettings(Section):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,6 +15,9 @@ from shoal.errors import DTypeError, InputError, ShapeError
 from shoal.models.tasks import Negatives
 from shoal.ragged import KeyedRagged, Ragged, pinned
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
@@ -21,7 +25,8 @@ class Batch:
 
     Args:
         ids: F features over B examples.
-        labels: float32 [B], 0..1; of several labels the first.
+        labels: float32 [B], 0..1; of several labels the first. NaN where there is none, which only
+            predictions allow.
         more_labels: float32 [B, T - 1], the others; None without any.
         dense: float32 [B, num_dense], or None when there are no dense columns.
         event_time_s: latest event time of the examples, whole seconds since 1970.
@@ -34,6 +39,9 @@ class Batch:
         places: of a stream: where this rank's partitions continue after it.
         rates: float32 [B], with which chance an example like this one was kept if it is a
             negative (`shoal.models.tasks.sampled_logits`); None: all were.
+        pauses: no batch of examples: a stream is silent, and what came before is to be trained
+            and saved first.
+        keys: columns that come along as they are, one row an example; None: none.
     """
 
     ids: KeyedRagged
@@ -48,6 +56,8 @@ class Batch:
     negatives: Negatives | None = None
     places: Mapping[str, tuple[int, int]] | None = None
     rates: Tensor | None = None
+    pauses: bool = False
+    keys: pa.Table | None = None
 
     @property
     def labels_BT(self) -> Tensor:
@@ -107,6 +117,8 @@ class TensorSource:
         weights: float [N], finite and at least 0, or None.
         id_weights: feature name -> float32, one for each of its ids; ids of other features weigh 1.
         rates: float [N], above 0 and up to 1, as `Batch.rates`, or None.
+        keys: N rows, as `Batch.keys`, or None.
+        unlabelled: labels may be NaN, too.
 
     Raises:
         InputError: no features, or a label, dense value or weight that is not so.
@@ -126,6 +138,8 @@ class TensorSource:
         id_weights: Mapping[str, Tensor] | None = None,
         more_labels: Tensor | None = None,
         rates: Tensor | None = None,
+        keys: pa.Table | None = None,
+        unlabelled: bool = False,
     ) -> None:
         size = labels.shape[0] if labels.ndim == 1 else -1
         others = {"times_s": times_s, "groups": groups, "weights": weights, "rates": rates}
@@ -141,8 +155,9 @@ class TensorSource:
         self._weights = None if weights is None else weights.float()
         self._rates = None if rates is None else rates.float()
         self._more_labels = None if more_labels is None else more_labels.float().contiguous()
-        _check_values("labels", self._labels, low=0.0, high=1.0)
-        _check_values("more_labels", self._more_labels, low=0.0, high=1.0)
+        self._keys, self._unlabelled = keys, unlabelled
+        _check_values("labels", self._labels, low=0.0, high=1.0, gaps=unlabelled)
+        _check_values("more_labels", self._more_labels, low=0.0, high=1.0, gaps=unlabelled)
         _check_values("dense", self._dense)
         _check_values("weights", self._weights, low=0.0)
         _check_values("rates", self._rates, low=LEAST_RATE, high=1.0)
@@ -204,6 +219,7 @@ class TensorSource:
             groups_B=_maybe_rows(self._groups, rows),
             more_labels=_maybe_rows(self._more_labels, rows),
             rates=_maybe_rows(self._rates, rows),
+            keys=_maybe_keys(self._keys, rows),
         )
 
     def _weights_at(self, part: Ragged | _Array, at_N: _Array) -> _Array:
@@ -242,7 +258,15 @@ class TensorSource:
             id_weights=id_weights,
             more_labels=None if self._more_labels is None else self._more_labels[rows_M],
             rates=None if self._rates is None else self._rates[rows_M],
+            keys=_maybe_keys(self._keys, rows_M.numpy()),
+            unlabelled=self._unlabelled,
         )
+
+    def with_keys(self, keys: pa.Table) -> TensorSource:
+        """The same examples with `keys`, one row each."""
+        own = copy(self)
+        own._keys = keys
+        return own
 
 
 def join(parts: Sequence[TensorSource]) -> TensorSource:
@@ -271,6 +295,8 @@ def join(parts: Sequence[TensorSource]) -> TensorSource:
         },
         more_labels=_maybe_cat([part._more_labels for part in parts]),
         rates=_maybe_cat([part._rates for part in parts]),
+        keys=_joined_keys([part._keys for part in parts]),
+        unlabelled=any(part._unlabelled for part in parts),
     )
 
 
@@ -326,6 +352,23 @@ def _maybe_cat(parts: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat(given) if given else None
 
 
+def _maybe_keys(keys: pa.Table | None, rows: _Array) -> pa.Table | None:
+    """Rows of a table, by slices: Arrow takes single rows of some types only."""
+    if keys is None or not rows.size:
+        return keys and keys.slice(0, 0)
+    runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
+    return _joined_keys([keys.slice(run[0], run.size) for run in runs])
+
+
+def _joined_keys(parts: Sequence[pa.Table | None]) -> pa.Table | None:
+    given = [part for part in parts if part is not None]
+    if not given:
+        return None
+    import pyarrow as pa
+
+    return pa.concat_tables(given)
+
+
 def _check(
     ids: Mapping[str, Tensor | Ragged],
     labels: Tensor,
@@ -358,12 +401,19 @@ def _check(
 
 
 def _check_values(
-    what: str, values: Tensor | None, *, low: float = -np.inf, high: float = np.inf
+    what: str,
+    values: Tensor | None,
+    *,
+    low: float = -np.inf,
+    high: float = np.inf,
+    gaps: bool = False,
 ) -> None:
     if values is None:
         return
     own = values.numpy()
     good = (own >= low) & (own <= high) & np.isfinite(own)
+    if gaps:
+        good |= np.isnan(own)
     if not good.all():
         at = tuple(np.argwhere(~good)[0].tolist())
         allowed = f"{low:g}..{high:g}, and finite"

@@ -96,8 +96,10 @@ def decoded(column: pa.Array | pa.ChunkedArray) -> pa.Array:
     return column
 
 
-def check_present(names: Iterable[str], present: Iterable[str], where: str) -> None:
-    """Check that columns are there, each once.
+def check_present(
+    names: Iterable[str], present: Iterable[str], where: str, named_in: str = "data.source"
+) -> None:
+    """Check that columns are there, each once; `named_in` says who wants them.
 
     Raises:
         DataError: one is missing, and the nearest that are there; or there twice, and where.
@@ -118,7 +120,7 @@ def check_present(names: Iterable[str], present: Iterable[str], where: str) -> N
                 f"column {name!r} of {where}",
                 got="no such column",
                 allowed=listed or "no columns at all",
-                remedy=did_you_mean(name, have) or "Correct its name in data.source.",
+                remedy=did_you_mean(name, have) or f"Correct its name in {named_in}.",
             )
 
 
@@ -197,6 +199,10 @@ def numbers(
     fits = low <= least and most <= high and -np.inf < least and most < np.inf
     if len(values_N) and not fits:  # NaN does not, either
         bad_N = ~((values_N >= low) & (values_N <= high) & np.isfinite(values_N))
+        if fill is not None and np.isnan(fill):
+            bad_N &= ~np.isnan(values_N)
+            if not bad_N.any():
+                return torch.from_numpy(values_N)
         row = _first(bad_N)
         allowed = f"{low:g}..{high:g}" if np.isfinite(high) else f"finite {values_N.dtype}"
         allowed += f" of at least {low:g}" if np.isfinite(low) and not np.isfinite(high) else ""

@@ -81,6 +81,8 @@ class Recipe:
         computed: features computed of columns, after `ids` and `dense`.
         sample_rate: the chance with which a negative like this example was kept, above 0 and up to
             1: a number, or a column of it, which positives have, too.
+        keys: columns that come along as they are, of any type.
+        unlabelled: columns of labels may be missing, and single labels: they are NaN.
 
     Raises:
         ConfigError: no feature with ids, a name twice, a column in roles that exclude each other,
@@ -96,6 +98,8 @@ class Recipe:
     group: str | None = None
     computed: FeatureSet = field(default_factory=lambda: FeatureSet(()))
     sample_rate: str | float | None = None
+    keys: tuple[str, ...] = ()
+    unlabelled: bool = False
 
     def __post_init__(self) -> None:
         if not self.labels:
@@ -155,8 +159,13 @@ class Recipe:
     @property
     def columns(self) -> list[str]:
         """Every column that is read, each once."""
-        others = (*self.labels, self.time, self.weight, self.group, self._rate_column)
+        others = (*self.labels, self.time, self.weight, self.group, self._rate_column, *self.keys)
         return list(dict.fromkeys([*self.input_columns, *(n for n in others if n is not None)]))
+
+    def columns_of(self, present: Iterable[str]) -> list[str]:
+        """Of `columns` those to read where `present` are: without labels that may be missing."""
+        absent = set(self.labels).difference(present) if self.unlabelled else ()
+        return [name for name in self.columns if name not in absent]
 
     @property
     def _rate_column(self) -> str | None:
@@ -174,7 +183,9 @@ class Recipe:
         Raises:
             DataError: one is missing, and the nearest that are there; or there twice, and where.
         """
-        columns.check_present(self.columns, present, where)
+        have = list(present)
+        columns.check_present(self.keys, have, where, "--key")
+        columns.check_present(self.columns_of(have), have, where)
 
 
 def encode(
@@ -201,7 +212,11 @@ def encode(
     rate = recipe.sample_rate
     rate_column = rate if isinstance(rate, str) else None
     others = (*recipe.labels, recipe.time, recipe.weight, recipe.group, rate_column)
-    there = {name: columns.decoded(table.column(name)) for name in others if name is not None}
+    there = {
+        name: columns.decoded(table.column(name))
+        for name in recipe.columns_of(table.schema.names)
+        if name in others
+    }
     weights = None
     if recipe.weight is not None:
         weights = columns.numbers(there[recipe.weight], recipe.weight, rows, low=0.0)
@@ -210,8 +225,12 @@ def encode(
         rates = columns.numbers(there[rate], rate, rows, low=LEAST_RATE, high=1.0)
     elif rate is not None:
         rates = torch.full((table.num_rows,), float(rate), device="cpu")
+    gap = math.nan if recipe.unlabelled else None
     first, *more = (
-        columns.numbers(there[name], name, rows, low=0.0, high=1.0) for name in recipe.labels
+        columns.numbers(there[name], name, rows, low=0.0, high=1.0, fill=gap)
+        if name in there
+        else torch.full((table.num_rows,), math.nan, device="cpu")
+        for name in recipe.labels
     )
     return TensorSource(
         found.ids,
@@ -227,6 +246,8 @@ def encode(
         weights=weights,
         id_weights=found.weights,
         rates=rates,
+        keys=table.select(recipe.keys) if recipe.keys else None,
+        unlabelled=recipe.unlabelled,
     )
 
 

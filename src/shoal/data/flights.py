@@ -164,10 +164,12 @@ class Flights:
         table: one row per example, in order of scheduled departure: the columns of `RECIPE`, raw
             (dense columns in their own units, null where nothing is known).
         examples: the same, encoded; dense columns are normal scores (see `load`).
+        known_s: int64 [N], when each label is known: 15 minutes after the scheduled arrival.
     """
 
     table: pa.Table
     examples: TensorSource
+    known_s: torch.Tensor
 
 
 class _Legs(NamedTuple):
@@ -195,7 +197,10 @@ def load(path: str | Path | None = None, *, fit_before_s: int = SPLIT_S) -> Flig
         DataError: the file is missing or damaged, lacks a column, or has no example before
             `fit_before_s`.
     """
-    table = _feature_table(_read(path))
+    raw = _read(path)
+    table = _feature_table(raw)
+    known_s = _seconds(raw["departure"]) + 60 * (raw["scheduled_min"].to_numpy() + LATE_MIN)
+    known_s = known_s[raw["tailnum"].is_valid().to_numpy()].astype(np.int64)
     departure_s = _seconds(table["departure"])
     fit = departure_s < fit_before_s
     if not fit.any():
@@ -207,7 +212,7 @@ def load(path: str | Path | None = None, *, fit_before_s: int = SPLIT_S) -> Flig
         at = table.schema.get_field_index(name)
         raw = table[name].to_numpy(zero_copy_only=False)
         scored = scored.set_column(at, name, _arrow(_normal_scores(raw, raw[fit])))
-    return Flights(table, encode(scored, RECIPE, "the flights"))
+    return Flights(table, encode(scored, RECIPE, "the flights"), torch.from_numpy(known_s))
 
 
 def _read(path: str | Path | None) -> pa.Table:

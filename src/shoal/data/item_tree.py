@@ -11,7 +11,7 @@ import torch
 
 from shoal.data.batch import Batch, TensorSource, places_of
 from shoal.data.features import Recipe
-from shoal.data.samplers import IdPlaces, Key, one_each, ranges, read_ids, read_items
+from shoal.data.samplers import IdPlaces, Key, followed, one_each, ranges, read_ids, read_items
 from shoal.errors import ConfigError, DataError, InputError
 from shoal.ragged import KeyedRagged
 
@@ -30,18 +30,38 @@ class TreeSettings:
             do.
         layers: how these are chosen: "uniform", or with chances in proportion to the layer's number
             ("arithmetic") or to 1 / layers from it to the leaves ("reciprocal").
+        nodes: file of a tree with a row for each node, and a column of its parent.
+        parent: that column.
+        items: file with a row for each item, of which a tree is made: items in order, `branch` to a
+            node, and so up to the root. The last of `counts` is that of all layers below it, and a
+            layer with fewer nodes has all others as negatives.
+        order: column that items are sorted by first: near ones share ancestors; None: as they are.
+        branch: children of a node of such a tree.
+        attributes: other features of a node.
 
     Raises:
-        ConfigError: fewer than two layers, negatives of the root, or a number out of range.
+        ConfigError: fewer than two layers, negatives of the root, a number out of range, or two
+            files.
     """
 
     id: str
     counts: tuple[int, ...]
     remain_ratio: float = 1.0
     layers: Literal["uniform", "arithmetic", "reciprocal"] = "uniform"
+    nodes: str | None = None
+    parent: str = "parent"
+    items: str | None = None
+    order: str | None = None
+    branch: int = 2
+    attributes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         remedy = "Change the setting."
+        if not 2 <= self.branch <= 1 << 16:
+            raise ConfigError("branch of a tree", self.branch, f"2..{1 << 16}", remedy)
+        if self.nodes is not None and self.items is not None:
+            got = f"{self.nodes} and {self.items}"
+            raise ConfigError("nodes and items of a tree", got, "one of them", remedy)
         if len(self.counts) < 2 or self.counts[0] != 0 or min(self.counts) < 0:
             allowed = "0 for the root, then 0 or more for each layer below"
             raise ConfigError("counts of a tree", list(self.counts), allowed, remedy)
@@ -121,25 +141,88 @@ class ItemTree:
         self._check_layers()
 
     @classmethod
-    def open(
-        cls,
-        path: str,
-        settings: TreeSettings,
-        recipe: Recipe,
-        *,
-        parent: str = "parent",
-        attributes: tuple[str, ...] = (),
-        seed: int = 0,
-    ) -> ItemTree:
-        """Read the nodes of a file, Parquet or CSV; column `parent` becomes ids as nodes do.
+    def open(cls, settings: TreeSettings, recipe: Recipe, *, seed: int = 0) -> ItemTree:
+        """Read a file of nodes, or make a tree of one of items; Parquet or CSV.
+
+        The parents' column becomes ids as nodes do. Inner nodes of a tree that is made have the
+        ids -1, -2, ... from the root on, and no attributes.
 
         Raises:
-            DataError: a file that is missing, damaged, lacks a column, or as above.
-            ConfigError: ids of nodes that are made of several columns.
+            DataError: a file that is missing, damaged, lacks a column, or as above; fewer than two
+                items.
+            ConfigError: ids of nodes that are made of several columns, or no file.
         """
-        nodes, _, _ = read_items(path, recipe, (settings.id, *attributes), None)
-        parents = read_ids(path, recipe, settings.id, parent)
-        return cls(nodes, parents, settings, seed=seed)
+        names = (settings.id, *settings.attributes)
+        if settings.nodes is not None:
+            nodes, _, _ = read_items(settings.nodes, recipe, names, None)
+            parents = read_ids(settings.nodes, recipe, settings.id, settings.parent)
+            return cls(nodes, parents, settings, seed=seed)
+        if settings.items is None:
+            remedy = "Name the file."
+            raise ConfigError("file of a tree", "none", "nodes or items", remedy)
+        items, column, _ = read_items(settings.items, recipe, names, settings.order)
+        rows = list(range(len(items)))
+        if column is not None:
+            keys = column.to_pylist()
+            rows.sort(key=lambda row: (keys[row] is not None, keys[row]))
+        return cls.of_items(items, settings, rows=torch.tensor(rows, device="cpu"), seed=seed)
+
+    @classmethod
+    def of_items(
+        cls, items: TensorSource, settings: TreeSettings, *, rows: torch.Tensor, seed: int = 0
+    ) -> ItemTree:
+        """Make a tree of items.
+
+        Args:
+            items: one example for each.
+            settings: as they say; all leaves are in the last layer.
+            rows: int64 [items], their numbers in the order of the leaves.
+            seed: of all draws.
+
+        Raises:
+            DataError: fewer than two items, or an id twice.
+        """
+        if len(items) < 2:
+            remedy = "Check what wrote the file."
+            raise DataError("items of a tree", len(items), "two or more", remedy)
+        sizes = [len(items)]
+        while sizes[-1] > 1:
+            sizes.append(-(-sizes[-1] // settings.branch))
+        sizes.reverse()
+        starts = np.cumsum([0, *sizes[:-1]])
+        parents = [
+            -1 - (start + np.arange(below) // settings.branch)
+            for start, below in zip(starts, sizes[1:], strict=False)
+        ]
+        leaves = items.take(rows).ids
+        inner = torch.arange(-1, -1 - int(starts[-1]), -1, device="cpu")
+        more = KeyedRagged.from_lengths((settings.id,), inner, torch.ones_like(inner).view(1, -1))
+        nodes = followed(leaves, more)
+        counts = [
+            min(settings.counts[min(layer, len(settings.counts) - 1)], size - 1)
+            for layer, size in enumerate(sizes)
+        ]
+        weights = {name: nodes.weights_of(name) for name in nodes.keys}
+        return cls(
+            TensorSource(
+                {name: nodes[name] for name in nodes.keys},
+                torch.zeros(nodes.batch_size, device="cpu"),
+                id_weights={name: own for name, own in weights.items() if own is not None},
+            ),
+            np.concatenate([parents[-1], [-1], *parents[:-1]]),
+            replace(settings, counts=tuple(counts)),
+            seed=seed,
+        )
+
+    @property
+    def id(self) -> str:
+        """The feature whose ids identify nodes."""
+        return self._settings.id
+
+    @property
+    def branch(self) -> int:
+        """Children of a node, at most."""
+        return int(self._counts.max())
 
     def _found_layers(self) -> list[_Ints]:
         """Places of the nodes of each layer, ascending."""

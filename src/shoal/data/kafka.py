@@ -13,6 +13,8 @@ import json
 import logging
 import threading
 import time
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,6 +42,7 @@ Got = TypeVar("Got")
 _TIME = "timestamp of the record"
 _ASK_S = 10.0
 _LONGEST_WAIT_S = 60.0
+_LOOK_S = 30.0  # between two looks for partitions that were added
 _OWN = ("bootstrap.servers", "enable.auto.commit", "auto.offset.reset", "error_cb", "logger")
 _MOST_TOLD = 100
 
@@ -128,6 +131,11 @@ class KafkaFeed:
         self._lost_s: float | None = None
         self._ask_again_s = self._wait_s = 0.0
         self._error: DataError | None = None
+        self._share = RankShare()
+        self._read: set[int] = set()  # partitions
+        self._look_s = 0.0
+        self._bad: dict[int, list[int]] = defaultdict(list)  # offsets by partition, ascending
+        self._bad_before = 0
 
     @property
     def lost(self) -> bool:
@@ -142,20 +150,10 @@ class KafkaFeed:
             DataError: records between `places` and what the topic still has are gone.
         """
         self._consumer, kafka = self._connected()
-        topic = self._settings.topic
-
-        def numbers() -> list[int]:
-            found = self._consumer.list_topics(topic, timeout=_ASK_S).topics[topic]
-            if found.error is None:
-                return sorted(found.partitions)
-            refused = kafka.KafkaError.UNKNOWN_TOPIC_OR_PART, kafka.KafkaError.TOPIC_EXCEPTION
-            if found.error.code() not in (*refused, kafka.KafkaError.TOPIC_AUTHORIZATION_FAILED):
-                raise kafka.KafkaException(found.error)  # no leader yet, say
-            allowed, remedy = "one of the brokers", "Create it, or change the name."
-            raise ConfigError(f"topic {topic!r}", found.error.str(), allowed, remedy)
-
+        topic, self._share, self._read = self._settings.topic, share, set()
         own: dict[str, Place] = {}
-        known: list[int] = self._patiently(numbers, [])
+        nobody: list[int] = []
+        known = self._patiently(partial(self._numbers, _ASK_S), nobody)
         for number in known[share.rank :: share.world_size]:
             at = kafka.TopicPartition(topic, number)
             limits = self._patiently(partial(self._limits, at), None)
@@ -163,10 +161,62 @@ class KafkaFeed:
                 return dict(places)
             own[str(number)] = self._beginning(str(number), limits, places)
         self._rows_done = {int(name): place for name, place in own.items() if place[1]}
+        self._read, self._look_s = {int(name) for name in own}, time.monotonic() + _LOOK_S
         self._consumer.assign(
             [kafka.TopicPartition(topic, int(name), offset) for name, (offset, _) in own.items()]
         )
         return own
+
+    def _numbers(self, timeout_s: float) -> list[int]:
+        """Of the topic's partitions."""
+        from confluent_kafka import KafkaError, KafkaException
+
+        topic = self._settings.topic
+        found = self._consumer.list_topics(topic, timeout=timeout_s).topics[topic]
+        if found.error is None:
+            return sorted(found.partitions)
+        refused = KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.TOPIC_EXCEPTION
+        if found.error.code() not in (*refused, KafkaError.TOPIC_AUTHORIZATION_FAILED):
+            raise KafkaException(found.error)  # no leader yet, say
+        allowed, remedy = "one of the brokers", "Create it, or change the name."
+        raise ConfigError(f"topic {topic!r}", found.error.str(), allowed, remedy)
+
+    def added(self) -> dict[str, Place]:
+        """Partitions that were added since, from their first record on; looks now and then.
+
+        Raises:
+            ConfigError: the topic is gone.
+        """
+        from confluent_kafka import KafkaException, TopicPartition
+
+        if self.lost or self.stopping.is_set() or time.monotonic() < self._look_s:
+            return {}
+        self._look_s = time.monotonic() + _LOOK_S
+        found: dict[str, Place] = {}
+        try:
+            for number in self._numbers(1.0)[self._share.rank :: self._share.world_size]:
+                if number not in self._read:
+                    at = TopicPartition(self._settings.topic, number)
+                    at.offset, _ = self._limits(at) or (0, 0)
+                    self._consumer.incremental_assign([at])
+                    self._read.add(number)
+                    found[str(number)] = at.offset, 0
+        except KafkaException as error:
+            _log.warning("partitions of %s: %s; asking again", self._settings.topic, error.args[0])
+        if found:
+            _log.info("partitions that were added to %s: %s", self._settings.topic, list(found))
+        return found
+
+    def left_out(self, places: Mapping[str, Place]) -> int:
+        """Bad records ahead of these places, with those of processes before."""
+        ahead = (bisect_left(bad, places[str(n)][0]) for n, bad in self._bad.items())
+        return self._bad_before + sum(ahead)
+
+    def continues(self, left_out: int) -> None:
+        """Count this many bad records as those of processes before."""
+        self._bad_before = left_out
+        if self._quarantine is not None:
+            self._quarantine.rows += left_out
 
     def _limits(self, partition: Any) -> tuple[int, int] | None:
         found: tuple[int, int] | None
@@ -361,6 +411,7 @@ class KafkaFeed:
             remedy = "Correct what writes it, or set data.quarantine to leave such records out."
             what = f"record {message.offset()} of {path}"
             raise DataError(what, bad.reason, "one that can be used", remedy)
+        self._bad[message.partition()].append(message.offset())
         self._quarantine.row(path, message.offset(), bad)
 
     def _examples(self, messages: Sequence[Any]) -> tuple[TensorSource, list[int]]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.data.batch import Batch
+from shoal.data.item_tree import ItemTree
 from shoal.data.samplers import Sampling, extended
 from shoal.data.sources import Source
 from shoal.errors import ConfigError, DataError
@@ -114,6 +115,7 @@ class Loader:
         least: examples that every batch has, over all ranks; batch normalisation takes 2.
         short: what becomes of a last batch with less.
         sampler: draws items that follow a batch's examples, by pass, place and rank; None: none.
+        tree: examples become those of its nodes, drawn alike; None: there is none.
 
     Attributes:
         short_examples: of the last batch of a pass that is merged or dropped; 0 if none is.
@@ -136,6 +138,7 @@ class Loader:
         least: int = 1,
         short: Short = "merge",
         sampler: Sampling | None = None,
+        tree: ItemTree | None = None,
     ) -> None:
         require("least", least, least >= 1, "at least 1")
         require("batch_size", batch_size, batch_size >= least, f"at least {least}")
@@ -160,7 +163,7 @@ class Loader:
         self._least_of_share = least // self.share.world_size
         self._prefetch = prefetch
         self._pin_memory = pin_memory
-        self._sampler = sampler
+        self._sampler, self._tree = sampler, tree
 
     @property
     def dropped(self) -> int:
@@ -169,8 +172,8 @@ class Loader:
 
     @property
     def examples(self) -> int:
-        """Examples of all passes that come, over all ranks."""
-        return len(self.source) * self.order.passes - self.dropped
+        """Examples of all passes that come, over all ranks; 0: of a tree's nodes, not known."""
+        return 0 if self._tree else len(self.source) * self.order.passes - self.dropped
 
     @property
     def size(self) -> int | None:
@@ -234,8 +237,11 @@ class Loader:
         if 0 < len(batch.labels) < self._least_of_share:
             self.emptied += len(batch.labels)
             batch = self.source.take(rows_B[:0])
+        key = (number, start, self.share.rank)
         if self._sampler is not None:
-            batch = extended(batch, self._sampler, (number, start, self.share.rank))
+            batch = extended(batch, self._sampler, key)
+        if self._tree is not None:
+            batch = self._tree.expanded(batch, key)
         batch = replace(batch, position=number * size + consumed)
         return batch.pin_memory() if self._pin_memory else batch
 

@@ -13,12 +13,14 @@ import logging
 import os
 import pickle
 import secrets
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,13 +30,21 @@ from shoal.comm.collectives import Collectives
 from shoal.comm.consensus import together
 from shoal.comm.launch_environment import detect
 from shoal.comm.transport import Client, Frames, Secret, Server
-from shoal.data.samplers import Key, Sampled, SamplerSettings, Sampling
+from shoal.data.samplers import (
+    ItemPart,
+    Key,
+    Sampled,
+    Sampler,
+    SamplerSettings,
+    joined,
+    split_counts,
+)
 from shoal.errors import ConfigError, DataError, ServerLost, ShoalError
 from shoal.models.tasks import Negatives
 from shoal.ragged import KeyedRagged
 
 _Ints = np.ndarray[Any, np.dtype[np.int64]]
-Opener = Callable[[], Sampling]
+Opener = Callable[..., Sampler]
 """Makes a sampler; picklable, `partial(Sampler.open, settings, recipe)` for one."""
 
 _log = logging.getLogger(__name__)
@@ -54,12 +64,14 @@ class Cluster:
         own: which of them is this node's.
         client_count: who may ask, over all ranks.
         token: that all of them share.
+        spread: each server has a part of the items.
     """
 
     servers: tuple[str, ...]
     own: int
     client_count: int
     token: str
+    spread: bool = False
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -70,7 +82,8 @@ class Cluster:
 class SamplerClient:
     """Samples of servers; may be pickled, for the workers of a DataLoader.
 
-    It asks the server of its node, and the others when that does not answer.
+    It asks the server of its node, and the others when that does not answer; of items that are
+    spread, all of them: first what is left to draw, then for each one's share of the draw.
 
     Args:
         cluster: the servers.
@@ -99,9 +112,16 @@ class SamplerClient:
             InputError: all items are in the batch.
             ServerLost: no server answered in time.
         """
-        head = json.dumps(key).encode()
         frames = [np.ascontiguousarray(one) for one in (items_B, users_B) if one is not None]
         count = len(self.cluster.servers)
+        if self.cluster.spread:
+            heads: list[Any] = [{"key": key, "asks": "part"}] * count
+            parts = [ItemPart(*json.loads(head)) for head, _ in self._every(heads, frames)]
+            draws = split_counts(parts, key, items_B.size)
+            heads = [{"key": key, "count": draw} for draw in draws]
+            found = [_sampled(head, more) for head, more in self._every(heads, frames)]
+            return joined(found, parts, items_B.size)
+        head = json.dumps({"key": key}).encode()
         until = time.monotonic() + self.patience_s
         for number in itertools.count():
             server = (self.cluster.own + number) % count
@@ -114,6 +134,29 @@ class SamplerClient:
                 if time.monotonic() >= until:
                     raise
         raise AssertionError("it counts without end")
+
+    def _every(self, heads: Sequence[Any], frames: Sequence[Any]) -> list[tuple[bytes, Frames]]:
+        """What all servers answer to one request each; one that is away is asked again."""
+        until = time.monotonic() + self.patience_s
+        found: dict[int, tuple[bytes, Frames]] = {}
+        while True:
+            timeout_s = max(min(_CALL_S, until - time.monotonic()), _LEAST_CALL_S)
+            calls = {
+                server: self._connected().call(
+                    server, json.dumps(head).encode(), frames, timeout_s=timeout_s
+                )
+                for server, head in enumerate(heads)
+                if server not in found
+            }
+            for server, call in calls.items():
+                with contextlib.suppress(ServerLost):
+                    found[server] = call.result()
+            if len(found) == len(heads):
+                return [found[server] for server in range(len(heads))]
+            if time.monotonic() >= until:
+                away = [self.cluster.servers[one] for one in calls if one not in found]
+                got, allowed = f"no answer of {', '.join(away)}", f"one in {self.patience_s:g} s"
+                raise ServerLost("servers of samplers", got, allowed, "Start them again.")
 
     def close(self) -> None:
         """Disconnect, and end the server, if it is this client's."""
@@ -233,6 +276,7 @@ def start_service(
     clients: int = 1,
     host: str = "127.0.0.1",
     patience_s: float = 120.0,
+    spread: bool = False,
 ) -> tuple[SamplerClient, SamplerServer | None]:
     """A server on each node, at its local rank 0, and this rank's client; a collective call.
 
@@ -244,12 +288,20 @@ def start_service(
         clients: of this rank, its workers among them.
         host: this node's address; with one that other nodes reach, their ranks ask this node's
             server when their own is away.
+        spread: each server has a part of the items: openers are called with `share`, and ranks
+            ask all servers, so that `host` is one that they reach.
 
     Raises:
         DataError: a server cannot start; on every rank.
         ConfigError: rank 0 is not local rank 0; on every rank.
     """
-    token = collectives.gather_objects(secrets.token_hex(32), what="token of samplers")[0]
+    mine = secrets.token_hex(32), local_rank == 0
+    told = collectives.gather_objects(mine, what="token of samplers")
+    token, first = told[0][0], [leads for _, leads in told]
+    # Ranks are numbered node by node; names of hosts need not differ.
+    own = sum(first[: collectives.rank + 1]) - 1
+    if spread:
+        opener = partial(opener, share=(own, sum(first)))
     server: SamplerServer | None = None
 
     def start() -> tuple[str | None, int]:
@@ -266,16 +318,15 @@ def start_service(
         if server is not None:
             server.close()
         raise
-    # Ranks are numbered node by node; names of hosts need not differ.
     servers = [address for address, _ in found if address is not None]
-    own = sum(address is not None for address, _ in found[: collectives.rank + 1]) - 1
-    if _local_only(host):
+    if _local_only(host) and not spread:
         servers, own = [servers[own]], 0
     cluster = Cluster(
         servers=tuple(servers),
         own=own,
         client_count=sum(count for _, count in found),
         token=token,
+        spread=spread,
     )
     return SamplerClient(cluster, id, user, patience_s=patience_s), server
 
@@ -288,15 +339,34 @@ def shared_sampler(
     Raises:
         DataError: a server cannot start; on every rank.
     """
+    launch = detect()
+    several = launch.local_world_size < collectives.world_size
     client, server = start_service(
         opener,
         collectives,
         id=settings.id,
         user=settings.user,
-        local_rank=detect().local_rank,
+        local_rank=launch.local_rank,
+        host=_own_address() if settings.spread and several else "127.0.0.1",
+        spread=settings.spread,
     )
     client.server = server
     return client
+
+
+def _own_address() -> str:
+    """The address that this machine's name stands for.
+
+    Raises:
+        DataError: none that other machines reach.
+    """
+    name = socket.gethostname()
+    with contextlib.suppress(OSError):
+        for *_, address in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):
+            if not _local_only(str(address[0])):
+                return str(address[0])
+    allowed, remedy = "one that other nodes reach", "Name this machine in its hosts file or DNS."
+    raise DataError(f"address of {name!r}", "none", allowed, remedy)
 
 
 def _local_only(host: str) -> bool:
@@ -304,13 +374,14 @@ def _local_only(host: str) -> bool:
 
 
 def _packed(sampled: Sampled) -> tuple[bytes, Sequence[Any]]:
-    ids, negatives = sampled
+    ids, negatives, order_H = sampled
     tensors = {
         "values_N": ids.values_N,
         "offsets_FB1": ids.offsets_FB1,
         "log_counts_N": negatives.log_counts_N,
         "hard_H": negatives.hard_H,
         "known": negatives.known,
+        "order_H": order_H,
     }
     if ids.weights_N is not None:
         tensors["weights_N"] = ids.weights_N
@@ -321,15 +392,16 @@ def _packed(sampled: Sampled) -> tuple[bytes, Sequence[Any]]:
 def _sampled(head: bytes, frames: Frames) -> Sampled:
     told = json.loads(head)
     made = {}
+    kinds = {"log_counts_N": np.float32, "weights_N": np.float32, "order_H": np.float64}
     for name, frame in zip(told["names"], frames, strict=True):
-        kind = np.float32 if name in ("log_counts_N", "weights_N") else np.int64
+        kind = kinds.get(name, np.int64)
         made[name] = torch.from_numpy(np.frombuffer(bytearray(frame), kind))
     ids = KeyedRagged(
         tuple(told["keys"]), made["values_N"], made["offsets_FB1"], made.get("weights_N")
     )
     hard = {"hard_H": made["hard_H"], "known": made["known"].view(-1, 2)}
     negatives = Negatives(made["log_counts_N"], **hard, most_hard=told["most_hard"])
-    return Sampled(ids, negatives)
+    return Sampled(ids, negatives, made["order_H"])
 
 
 def _serve() -> None:
@@ -344,7 +416,11 @@ def _serve() -> None:
             items_B, users_B = (
                 np.frombuffer(frames[k], np.int64) if k < len(frames) else None for k in (0, 1)
             )
-            return _packed(sampler.sample(items_B, users_B, tuple(json.loads(head))))
+            told_of = json.loads(head)
+            if told_of.get("asks") == "part":
+                return json.dumps(sampler.part(items_B)).encode(), ()
+            key, count = tuple(told_of["key"]), told_of.get("count")
+            return _packed(sampler.sample(items_B, users_B, key, count))
 
         server = Server(f"tcp://{address}", handler, secret=Secret(token), most_bytes=_MOST_BYTES)
     except Exception as error:  # noqa: BLE001 - who started this reports it, whatever it is

@@ -6,6 +6,7 @@ A draw is a pure function of the seed, a key (a loader's: pass, place, rank) and
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast, get_args
@@ -19,6 +20,7 @@ from shoal.data.batch import Batch, TensorSource
 from shoal.data.columns import Rows
 from shoal.data.features import Recipe, model_inputs
 from shoal.errors import ConfigError, DataError, InputError
+from shoal.ids import mix64
 from shoal.models.tasks import Negatives
 from shoal.ragged import KeyedRagged
 
@@ -52,6 +54,8 @@ class SamplerSettings:
         hard_edges: file with such columns: hard negatives, where they are no `edges`.
         hard_count: hard negatives of an example, at most.
         shared: one process on each node has the items, for all its ranks.
+        spread: that process has a part of the items, by hash of their ids, of which nodes have one
+            each; needs `shared`.
 
     Raises:
         ConfigError: an unknown kind, a number out of range, or edges without `user` or a use.
@@ -68,9 +72,12 @@ class SamplerSettings:
     hard_edges: str | None = None
     hard_count: int = 0
     shared: bool = False
+    spread: bool = False
 
     def __post_init__(self) -> None:
         remedy = "Change the setting."
+        if self.spread and not self.shared:
+            raise ConfigError(f"spread of {_SECTION}", "not shared", "shared: true, too", remedy)
         if self.kind not in get_args(Kind):
             raise ConfigError(
                 f"kind of {_SECTION}", repr(self.kind), " or ".join(get_args(Kind)), remedy
@@ -89,10 +96,27 @@ class SamplerSettings:
 
 
 class Sampled(NamedTuple):
-    """Features of drawn items, and what a model needs to know of them."""
+    """Features of drawn items, and what a model needs to know of them.
+
+    order_H: float64 [H], by which hard ones of an example were chosen, the least first.
+    """
 
     ids: KeyedRagged
     negatives: Negatives
+    order_H: Tensor
+
+
+class ItemPart(NamedTuple):
+    """What a draw has to know of a part of the items.
+
+    left: sum of the weights that may be drawn; draws, most_hard: counts of the settings; seed: of
+    all draws.
+    """
+
+    left: float
+    draws: int
+    most_hard: int
+    seed: int
 
 
 class Sampling(Protocol):
@@ -122,18 +146,28 @@ def extended(batch: Batch, sampler: Sampling, key: Key) -> Batch:
     """
     users_B = None if sampler.user is None else one_each(batch.ids, sampler.user)
     sampled = sampler.sample(one_each(batch.ids, sampler.id), users_B, key)
-    keys, more = batch.ids.keys, sampled.ids
-    more = more.select([name for name in keys if name in more.keys])
-    lengths_FI = torch.zeros((len(keys), more.batch_size), dtype=torch.int64, device="cpu")
-    lengths_FI[[keys.index(name) for name in more.keys]] = more.lengths
-    ids, weights_N = batch.ids, more.weights_N
-    if (ids.weights_N is None) != (weights_N is None):
-        if weights_N is None:
-            weights_N = torch.ones(more.values_N.numel(), device="cpu")
-        else:
-            ids = replace(ids, weights_N=torch.ones(ids.values_N.numel(), device="cpu"))
-    whole = KeyedRagged.from_lengths(keys, more.values_N, lengths_FI, weights_N)
-    return replace(batch, ids=KeyedRagged.cat([ids, whole]), negatives=sampled.negatives)
+    return replace(batch, ids=followed(batch.ids, sampled.ids), negatives=sampled.negatives)
+
+
+def followed(ids: KeyedRagged, more: KeyedRagged) -> KeyedRagged:
+    """Examples and more of them, which may lack features and weights; then these are 1."""
+    parts = [ids, filled(more, ids.keys)]
+    if (ids.weights_N is None) != (more.weights_N is None):
+        parts = [
+            replace(one, weights_N=torch.ones(one.values_N.numel(), device="cpu"))
+            if one.weights_N is None
+            else one
+            for one in parts
+        ]
+    return KeyedRagged.cat(parts)
+
+
+def filled(ids: KeyedRagged, keys: Sequence[str]) -> KeyedRagged:
+    """Features of these names; those that are not there are empty, others are left out."""
+    own = ids.select([name for name in keys if name in ids.keys])
+    lengths_FB = torch.zeros((len(keys), own.batch_size), dtype=torch.int64, device="cpu")
+    lengths_FB[[keys.index(name) for name in own.keys]] = own.lengths
+    return KeyedRagged.from_lengths(keys, own.values_N, lengths_FB, own.weights_N)
 
 
 class Sampler:
@@ -146,6 +180,7 @@ class Sampler:
         edges, hard_edges: int64 ([E], [E]): ids of users and of items; as `settings` has them.
         seed: of all draws, 0 or more.
         where: names the items in messages.
+        share: (k, n): keep the k-th of n parts of the items and edges, by hash of items' ids.
 
     Raises:
         ConfigError: a seed below 0, edges that are missing.
@@ -164,6 +199,7 @@ class Sampler:
         hard_edges: tuple[_Ints, _Ints] | None = None,
         seed: int = 0,
         where: str = "items",
+        share: tuple[int, int] = (0, 1),
     ) -> None:
         self.id, self.user = settings.id, settings.user
         self._items, self._settings, self._seed = items, settings, seed
@@ -172,12 +208,20 @@ class Sampler:
         if not len(items):
             raise DataError(where, "no items", "one or more", "Check what wrote the file.")
         every = items.take(torch.arange(len(items), device="cpu")).ids
-        self._places = IdPlaces(one_each(every, settings.id), where)
+        self._share, ids = share, one_each(every, settings.id)
         own = np.ones(len(items)) if weights is None else weights.astype(np.float64)
         bad = np.flatnonzero(~((own > 0) & np.isfinite(own)))
         if bad.size:
             what, allowed = f"weight in row {bad[0]} of {where}", "above 0, and finite"
             raise DataError(what, own[bad[0]], allowed, "Leave the item out, or correct it.")
+        if share[1] > 1:
+            kept = self._has(ids)
+            if not kept.any():
+                allowed, remedy = "one or more", "Use fewer servers."
+                raise DataError(f"items of server {share[0]} of {where}", "none", allowed, remedy)
+            self._items = items.select(torch.from_numpy(np.flatnonzero(kept)))
+            ids, own = ids[kept], own[kept]
+        self._places = IdPlaces(ids, where)
         self._weights = own
         with np.errstate(over="ignore"):  # refused below
             self._sums = np.cumsum(own)
@@ -188,8 +232,20 @@ class Sampler:
         self._hard = self._known("hard_edges", settings.hard_edges, hard_edges, where)
 
     @classmethod
-    def open(cls, settings: SamplerSettings, recipe: Recipe, *, seed: int = 0) -> Sampler:
+    def open(
+        cls,
+        settings: SamplerSettings,
+        recipe: Recipe,
+        *,
+        seed: int = 0,
+        share: tuple[int, int] = (0, 1),
+    ) -> Sampler:
         """Read the files; ids and attributes are made as `recipe` makes them of examples.
+
+        Args:
+            settings: files and counts.
+            recipe: of examples.
+            seed, share: as of the class.
 
         Raises:
             DataError: a file that is missing, damaged, empty, lacks a column, or as above.
@@ -212,25 +268,46 @@ class Sampler:
             hard_edges=hard_edges,
             seed=seed,
             where=settings.items,
+            share=share,
         )
 
     def close(self) -> None:
         """Nothing to end."""
 
-    def sample(self, items_B: _Ints, users_B: _Ints | None, key: Key) -> Sampled:
+    def part(self, items_B: _Ints) -> ItemPart:
+        """What `split_counts` needs to know of these items, for a batch of such own items."""
+        left_out, settings = self._left_out(self._places.of(items_B)), self._settings
+        left = 0.0
+        if left_out.size < self._weights.size:
+            left = float(self._sums[-1] - self._weights[left_out].sum())
+        return ItemPart(left, settings.count, settings.hard_count, self._seed)
+
+    def sample(
+        self, items_B: _Ints, users_B: _Ints | None, key: Key, count: int | None = None
+    ) -> Sampled:
         """Items for the examples of a batch, whose own items and users are given by id.
 
         Hard negatives follow those that all share, by example.
 
+        Args:
+            items_B, users_B: of the examples.
+            key: of the draw.
+            count: how many all share; None: as the settings have it, of a batch with examples.
+
         Raises:
             InputError: all items are in the batch.
         """
-        rng = np.random.Generator(np.random.PCG64([self._seed, *key]))
+        number, parts = self._share
+        own_key = [number, *key] if parts > 1 else key
+        rng = np.random.Generator(np.random.PCG64([self._seed, *own_key]))
         own_B = self._places.of(items_B)
-        drawn_N, log_counts_N = self._drawn(own_B, rng)
+        if count is None:
+            count = self._settings.count if own_B.size else 0
+        drawn_N, log_counts_N = self._drawn(own_B, count, rng)
         hard_H, rows_H = np.empty(0, np.int64), np.empty(0, np.int64)
+        order_H = np.empty(0)
         if self._hard is not None and users_B is not None:
-            rows_H, hard_H = self._hard_of(users_B, own_B, rng)
+            rows_H, hard_H, order_H = self._hard_of(users_B, own_B, rng)
         known_K2 = np.empty((0, 2), np.int64)
         if self._edges is not None and users_B is not None:
             known_K2 = self._known_of(users_B, np.concatenate([own_B, drawn_N]))
@@ -243,14 +320,26 @@ class Sampler:
                 known=torch.from_numpy(known_K2),
                 most_hard=self._settings.hard_count,
             ),
+            torch.from_numpy(order_H),
         )
 
-    def _drawn(self, own_B: _Ints, rng: np.random.Generator) -> tuple[_Ints, _Floats]:
-        """Places of items [N], and log of how often each is expected among them."""
-        count = self._settings.count if own_B.size else 0
-        left_out = np.unique(own_B[own_B >= 0])
+    def _has(self, ids_N: _Ints) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which items belong to this share."""
+        number, parts = self._share
+        mixed_N = mix64(torch.from_numpy(ids_N)).numpy()
+        return cast(np.ndarray[Any, np.dtype[np.bool_]], mixed_N % parts == number)
+
+    def _left_out(self, own_B: _Ints) -> _Ints:
+        """Places of items that are not drawn."""
         if self._settings.kind == "no_edge":
-            left_out = left_out[:0]
+            return own_B[:0]
+        return np.unique(own_B[own_B >= 0])
+
+    def _drawn(self, own_B: _Ints, count: int, rng: np.random.Generator) -> tuple[_Ints, _Floats]:
+        """Places of items [N], and log of how often each is expected among them."""
+        left_out = self._left_out(own_B)
+        if not count:
+            return left_out[:0], np.empty(0)
         if left_out.size == self._weights.size:
             allowed = "at least one that is not"
             remedy = "Use smaller batches, or more items."
@@ -274,8 +363,9 @@ class Sampler:
 
     def _hard_of(
         self, users_B: _Ints, own_B: _Ints, rng: np.random.Generator
-    ) -> tuple[_Ints, _Ints]:
-        """(Examples, places of items) of hard negatives, by example; some at random of too many."""
+    ) -> tuple[_Ints, _Ints, _Floats]:
+        """(Examples, places of items, order) of hard negatives, by example; of too many those that
+        are first in a random order."""
         assert self._hard is not None
         rows_M, items_M = self._hard.of(users_B)
         others = items_M != own_B[rows_M]
@@ -284,11 +374,9 @@ class Sampler:
             size = self._weights.size
             others &= ~np.isin(rows_M * size + items_M, rows_K * size + edges_K)
         rows_M, items_M = rows_M[others], items_M[others]
-        order = np.lexsort((rng.random(rows_M.size), rows_M))
-        rows_M, items_M = rows_M[order], items_M[order]
-        number_M = np.arange(rows_M.size) - np.searchsorted(rows_M, rows_M)
-        kept = number_M < self._settings.hard_count
-        return rows_M[kept], items_M[kept]
+        order_M = rng.random(rows_M.size)
+        kept = _first_of_each(rows_M, order_M, self._settings.hard_count)
+        return rows_M[kept], items_M[kept], order_M[kept]
 
     def _known_of(self, users_B: _Ints, items_I: _Ints) -> _Ints:
         """int64 [K, 2]: (example, place among `items_I`) of edges, without examples' own items."""
@@ -315,6 +403,8 @@ class Sampler:
         if not users_E.size:
             remedy = "Check what wrote the file, or leave it out."
             raise DataError(f"{name} in {file}", "none", "one or more", remedy)
+        kept = self._has(ids_E)
+        users_E, ids_E = users_E[kept], ids_E[kept]
         items_E = self._places.of(ids_E)
         unknown = np.flatnonzero(items_E < 0)
         if unknown.size:
@@ -322,6 +412,71 @@ class Sampler:
             remedy = "Add the item, or leave the edge out."
             raise DataError(f"item in row {unknown[0]} of {file}", got, allowed, remedy)
         return _Edges(users_E, items_E)
+
+
+def split_counts(parts: Sequence[ItemPart], key: Key, size: int) -> list[int]:
+    """How many items each part of all draws for a batch of so many examples, by chance.
+
+    Raises:
+        InputError: all items are in the batch.
+    """
+    if not size:
+        return [0] * len(parts)
+    left = np.array([part.left for part in parts])
+    if not left.sum() > 0:
+        what, remedy = "items to draw negatives of", "Use smaller batches, or more items."
+        raise InputError(what, "all are in the batch", "at least one that is not", remedy)
+    rng = np.random.Generator(np.random.PCG64([parts[0].seed, *key]))
+    return cast(list[int], rng.multinomial(parts[0].draws, left / left.sum()).tolist())
+
+
+def joined(found: Sequence[Sampled], parts: Sequence[ItemPart], size: int) -> Sampled:
+    """One draw of those that parts of all items gave for a batch of so many examples."""
+    counts = [one.negatives.log_counts_N.numel() for one in found]
+    total, left = sum(counts), sum(part.left for part in parts)
+    logs, known, rows, orders, before = [], [], [], [], 0
+    for one, part, count in zip(found, parts, counts, strict=True):
+        # Of `count` draws of a part, expected counts are those of all draws of all items.
+        share = math.log(total * part.left / (left * count)) if count else 0.0
+        logs.append(one.negatives.log_counts_N + share)
+        drawn = (one.negatives.known[:, 1:] >= size).long()
+        known.append(
+            torch.cat([one.negatives.known[:, :1], one.negatives.known[:, 1:] + before * drawn], 1)
+        )
+        rows.append(one.negatives.hard_H)
+        orders.append(one.order_H)
+        before += count
+    rows_H, order_H = torch.cat(rows), torch.cat(orders)
+    most_hard = parts[0].most_hard
+    kept = _first_of_each(rows_H.numpy(), order_H.numpy(), most_hard)
+    starts = np.cumsum([0, *(one.ids.batch_size for one in found)])
+    shared = [start + np.arange(count) for start, count in zip(starts, counts, strict=False)]
+    hard = [
+        np.arange(start + count, stop)
+        for start, count, stop in zip(starts, counts, starts[1:], strict=False)
+    ]
+    picked = np.concatenate([*shared, np.concatenate(hard)[kept]])
+    every = KeyedRagged.cat([one.ids for one in found])
+    weights = {name: own for name in every.keys if (own := every.weights_of(name)) is not None}
+    items = TensorSource(
+        {name: every[name] for name in every.keys},
+        torch.zeros(every.batch_size, device="cpu"),
+        id_weights=weights,
+    )
+    at = torch.from_numpy(kept)
+    return Sampled(
+        items.take(torch.from_numpy(picked)).ids,
+        Negatives(torch.cat(logs), rows_H[at], torch.cat(known), most_hard),
+        order_H[at],
+    )
+
+
+def _first_of_each(rows_M: _Ints, order_M: _Floats, most: int) -> _Ints:
+    """Places, by row, of those of each row that are first in an order, at most so many."""
+    at_M = np.lexsort((order_M, rows_M))
+    sorted_M = rows_M[at_M]
+    number_M = np.arange(sorted_M.size) - np.searchsorted(sorted_M, sorted_M)
+    return cast(_Ints, at_M[number_M < most])
 
 
 class IdPlaces:

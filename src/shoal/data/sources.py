@@ -186,13 +186,20 @@ class ParquetSource:
         self._lock = threading.Lock()  # training and evaluation may share a source
 
     def _opened(self, path: Path) -> Any:
+        import pyarrow as pa
+
         file = _open_parquet(path)
         # Names and types of all files, before the first batch.
         encode(file.schema_arrow.empty_table(), self._recipe, str(path))
         if file.metadata.num_rows == 0:
             raise _empty(path)
-        if self._quarantine is not None and self._quarantine.same_columns and self._files:
-            check_same_columns(path, file.schema_arrow, self._files[0].schema_arrow)
+        if self._files:
+            own, first = file.schema_arrow, self._files[0].schema_arrow
+            keys, remedy = self._recipe.keys, "Convert the file, or predict it by itself."
+            mine, theirs = (pa.schema([one.field(k) for k in keys]) for one in (own, first))
+            check_same_columns(path, mine, theirs, remedy)
+            if self._quarantine is not None and self._quarantine.same_columns:
+                check_same_columns(path, own, first)
         return file
 
     @property
@@ -309,7 +316,7 @@ class ParquetSource:
         def make(table: pa.Table, first: int) -> TensorSource:
             return encode(table, self._recipe, str(path), first_row=at.first_row + first)
 
-        table = self._read(at, self._recipe.columns)
+        table = self._read(at, self._recipe.columns_of(file.schema_arrow.names))
         if table is None:
             nothing = make(file.schema_arrow.empty_table(), 0)
             decoded = _Decoded(nothing, torch.full((at.size,), -1, device="cpu"))
@@ -356,7 +363,7 @@ class CsvSource:
             if self.quarantine is not None and self.quarantine.same_columns:
                 header.append(names)
                 check_same_columns(path, names, header[0])
-            return _csv_examples(path, self.recipe, self.quarantine)
+            return _csv_examples(path, names, self.recipe, self.quarantine)
 
         examples = join([part for _, part in _usable(self.paths, read, self.quarantine)])
         object.__setattr__(self, "_examples", examples)
@@ -426,7 +433,12 @@ def _good_rows(
     return join(parts), places_N, sorted_out.bad
 
 
-def check_same_columns(path: Path, own: pa.Schema, first: pa.Schema) -> None:
+def check_same_columns(
+    path: Path,
+    own: pa.Schema,
+    first: pa.Schema,
+    remedy: str = "Convert the file, or set data.quarantine.same_columns=false.",
+) -> None:
     """Check that a file has the columns of the first file, of the same types, in any order."""
     mine, theirs = ({one.name: str(one.type) for one in schema} for schema in (own, first))
     names = sorted(mine.keys() | theirs.keys())
@@ -436,7 +448,6 @@ def check_same_columns(path: Path, own: pa.Schema, first: pa.Schema) -> None:
         if mine.get(name) != theirs.get(name)
     ]
     if differ:
-        remedy = "Convert the file, or set data.quarantine.same_columns=false."
         raise DataError(f"columns of {path}", ", ".join(differ), "those of the first file", remedy)
 
 
@@ -452,7 +463,9 @@ def _csv_header(path: Path, recipe: Recipe) -> pa.Schema:
     return pa.schema([(name, pa.large_string()) for name in names])
 
 
-def _csv_examples(path: Path, recipe: Recipe, quarantine: Quarantine | None) -> TensorSource:
+def _csv_examples(
+    path: Path, header: pa.Schema, recipe: Recipe, quarantine: Quarantine | None
+) -> TensorSource:
     """Examples of a file, all its columns read as text, so that no type depends on the file."""
     import pyarrow as pa
     from pyarrow import csv
@@ -468,9 +481,8 @@ def _csv_examples(path: Path, recipe: Recipe, quarantine: Quarantine | None) -> 
 
     # Text that is no UTF-8 is a bad row, not a bad file. Only one thread knows rows' numbers.
     kind, handler = (text, None) if quarantine is None else (pa.large_binary(), leave_out)
-    options = csv.ConvertOptions(
-        include_columns=recipe.columns, column_types=dict.fromkeys(recipe.columns, kind)
-    )
+    names = recipe.columns_of(header.names)
+    options = csv.ConvertOptions(include_columns=names, column_types=dict.fromkeys(names, kind))
     table = _read(
         path,
         lambda: csv.read_csv(

@@ -77,6 +77,15 @@ class Feed(Protocol):
     def nothing(self) -> Source:
         """A source whose rows, of which none are taken, give batches without examples."""
 
+    def added(self) -> dict[str, Place]:
+        """Partitions that came since, and where they begin; they are read from now on."""
+
+    def left_out(self, places: Mapping[str, Place]) -> int:
+        """Bad examples ahead of these places, over all processes that continued the stream."""
+
+    def continues(self, left_out: int) -> None:
+        """Count this many bad examples as those of processes before."""
+
     @property
     def ended(self) -> bool:
         """Whether nothing will come any more."""
@@ -111,6 +120,8 @@ class StreamLoader:
     Attributes:
         agree: gives every rank's numbers for those of this rank; a collective call.
         waits: called about once a second while no batch comes, by who waits for it.
+        asks_pause: whether this rank wants a batch that `pauses`; asked in another thread, while
+            no batch comes after some that came. None: nobody does.
         places: where its partitions continue after what has been taken; to begin with, where those
             of all ranks do.
         emptied: examples at the end that are too few for a batch; they are read again on resuming.
@@ -145,6 +156,7 @@ class StreamLoader:
         self.batch_size = _part(alone, batch_size)
         self.agree: Callable[[list[float]], list[list[float]]] = lambda mine: [mine]
         self.waits: Callable[[], None] | None = None
+        self.asks_pause: Callable[[], bool] | None = None
         self.places: dict[str, Place] = {}
         self.emptied = 0
         self._hurries = False
@@ -201,17 +213,21 @@ class StreamLoader:
 
     def _batches(self, position: int) -> Generator[Batch]:
         self._held.clear()
+        came = False  # since a pause
         with closing(self.feed):
             self.places = self.feed.start(self._partitions, self.places)
             came_s = time.monotonic()
             while self._most is None or position < self._most:
                 quota = self._quota(position)
+                self.places.update(self.feed.added())
                 if self._gather(quota) or self.feed.lost:
                     came_s = time.monotonic()
                 idle = self._idle_s is not None and time.monotonic() - came_s > self._idle_s
                 ready = min(self._ready(), quota)
                 done = self.feed.ended or idle
-                votes = self.agree([ready, self._stopping.is_set(), done])
+                silent = came and not ready and self.asks_pause is not None
+                asked = silent and self.asks_pause is not None and self.asks_pause()
+                votes = self.agree([ready, self._stopping.is_set(), done, asked])
                 ends = any(vote[1] for vote in votes) or all(vote[2] for vote in votes)
                 taken = self._allotted([int(vote[0]) for vote in votes], position)
                 # The others have enough: a rank that had nothing does not hold them up again.
@@ -220,8 +236,12 @@ class StreamLoader:
                     position += sum(taken)
                     yield self._batch(taken[self.share.rank], position)
                     came_s = time.monotonic()  # using up what had come is no silence
+                    came = True
                 elif ends:
                     self.emptied += taken[self.share.rank]
+                elif any(vote[3] for vote in votes):
+                    came = False
+                    yield replace(self._batch(0, position), pauses=True)
                 if ends and (any(vote[1] for vote in votes) or sum(taken) < self._least):
                     return
 
@@ -389,6 +409,17 @@ class Replay:
     def nothing(self) -> Source:
         """The source."""
         return self._source
+
+    def added(self) -> dict[str, Place]:
+        """None."""
+        return {}
+
+    def left_out(self, places: Mapping[str, Place]) -> int:
+        """None: bad rows of files are found when these are opened."""
+        return 0
+
+    def continues(self, left_out: int) -> None:
+        """Nothing to count."""
 
     @property
     def ended(self) -> bool:

@@ -484,6 +484,9 @@ class EmbeddingCollection(nn.Module):
         object, which continues from their last position; each may be left out. In `eval()` nothing
         begins: a forward there holds nothing open.
 
+        Args:
+            batch, event_time_s: as of `forward`.
+
         Raises:
             InputError: as `forward`, or the batch has begun already; nothing was sent.
         """

@@ -260,6 +260,12 @@ class ModelSpec:
         """The feature whose ids [B] it reads in training."""
         return None
 
+    @property
+    def item_features(self) -> tuple[str, ...]:
+        """Features of an item, that of its ids first, where user and item have a vector each; its
+        module then takes `vectors`. Empty: they do not."""
+        return ()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deep(ModelSpec):

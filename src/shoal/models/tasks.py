@@ -303,16 +303,19 @@ def outputs_of(
     dtype: torch.dtype,
     device_type: str = "cpu",
     negatives: Negatives | None = None,
+    *,
+    vectors: bool = False,
 ) -> Tensor:
     """Float32 outputs of a dense module, over dense columns and its other inputs by name.
 
-    dtype: of its products (`AMP_DTYPES`).
+    dtype: of its products (`AMP_DTYPES`); vectors: of users and items, in place of outputs.
     """
     # Rows of float64 tables, too: dense weights are float32.
     inputs = {name: one if name in _INTEGERS else one.float() for name, one in rows.items()}
     sequences = [inputs[name] for name in (SEQUENCES, LENGTHS) if name in inputs]
     ids: dict[str, Any] = {"ids_B": inputs[IDS]} if IDS in inputs else {}
     ids |= {} if negatives is None else {"negatives": negatives}
+    ids |= {"vectors": True} if vectors else {}
     with torch.autocast(device_type, dtype=dtype, enabled=dtype != torch.float32):
         outputs = module(dense_B, inputs[EMBEDDINGS], inputs.get(FIRST_ORDER), *sequences, **ids)
     return outputs.float()

@@ -171,6 +171,7 @@ class HSTU(nn.Module):
         width: E of the layers; None: that of a step.
         layers, heads, dropout: as `HSTUEncoder`.
         hidden: widths of the head of "ctr"; batch_norm: in it.
+        in_batch: as of `TwoTower`.
         temperature, log_q: as `InBatchScores`.
     """
 
@@ -186,6 +187,7 @@ class HSTU(nn.Module):
         hidden: tuple[int, ...] = (128, 64),
         dropout: float = 0.0,
         batch_norm: bool = False,
+        in_batch: bool = True,
         temperature: float = 0.05,
         log_q: bool = False,
     ) -> None:
@@ -206,7 +208,7 @@ class HSTU(nn.Module):
             read = self._inputs.width + embedding
             self.deep = MLP(read, hidden, out_features=1, dropout=dropout, batch_norm=batch_norm)
         else:
-            self.scores = InBatchScores(temperature, log_q=log_q)
+            self.scores = InBatchScores(temperature, log_q=log_q, pairs=in_batch)
 
     def forward(
         self,
@@ -216,15 +218,27 @@ class HSTU(nn.Module):
         sequences_BSLD: Tensor,
         lengths_BS: Tensor,
         ids_B: Tensor | None = None,
+        negatives: Negatives | None = None,
+        *,
+        vectors: bool = False,
     ) -> Tensor:
-        """Logits [B]; of "next_item" in training scores [B, B], an example's own on the diagonal.
+        """Logits [B]; of "next_item" in training scores as of `InBatchScores`.
+
+        Embeddings of negatives, and empty sequences, follow those of the B examples.
+
+        Args:
+            vectors: of "next_item": give those of users and targets, as `vectors_of`.
 
         Raises:
             ShapeError: a shape differs.
         """
-        self._inputs.check(dense_B, embeddings_BFD, first_order_BF)
         target_BE, steps_BLE = self.history(embeddings_BFD, sequences_BSLD)
         lengths_B = lengths_BS[:, 0]
+        if negatives is not None:
+            size = len(embeddings_BFD) - negatives.size
+            embeddings_BFD, steps_BLE = embeddings_BFD[:size], steps_BLE[:size]
+            lengths_B = lengths_B[:size]
+        self._inputs.check(dense_B, embeddings_BFD, first_order_BF)
         length = steps_BLE.shape[1]
         valid_BL = valid_steps(lengths_B, length)
         places_BL = torch.arange(length, device=lengths_B.device).expand_as(valid_BL)
@@ -233,7 +247,10 @@ class HSTU(nn.Module):
             last_B = (lengths_B - 1).clamp_min(0)
             user_BE = out_BLE[torch.arange(len(out_BLE), device=last_B.device), last_B]
             user_BE = user_BE * (lengths_B > 0).to(user_BE.dtype).unsqueeze(1)
-            scores: Tensor = self.scores(user_BE, self.encoder.token(target_BE), ids_B)
+            item_IE = self.encoder.token(target_BE)
+            if vectors:
+                return vectors_of(user_BE, item_IE)
+            scores: Tensor = self.scores(user_BE, item_IE, ids_B, negatives)
             return scores
         assert self.deep is not None, "one of two heads"
         # Wherever the padding ends, the target's place is the one after the last step.
@@ -300,6 +317,11 @@ class ItemFrequency(nn.Module):
     def _mean_gap(self, old: Tensor, passed: Tensor, rate: Tensor | None = None) -> Tensor:
         moved = old + (self._rate if rate is None else rate) * (passed - old)
         return torch.where(old > 0, moved, passed)
+
+
+def vectors_of(user_BE: Tensor, item_BE: Tensor) -> Tensor:
+    """Vectors of users and items [2, B, E], of length 1, whose products rank items."""
+    return normalize(torch.stack([user_BE, item_BE]), dim=2)
 
 
 class InBatchScores(nn.Module):
@@ -434,10 +456,15 @@ class TwoTower(nn.Module):
         first_order_BF: Tensor | None = None,
         ids_B: Tensor | None = None,
         negatives: Negatives | None = None,
+        *,
+        vectors: bool = False,
     ) -> Tensor:
         """Logits [B]; in training, with in_batch or negatives, scores as of `InBatchScores`.
 
         Embeddings of negatives follow those of the B examples, as their ids do.
+
+        Args:
+            vectors: give those of users and items, as `vectors_of`.
 
         Raises:
             ShapeError: a shape differs.
@@ -448,6 +475,8 @@ class TwoTower(nn.Module):
         self._inputs.check(dense_B, own_BFD, first_order_BF)
         user_BE = self.user(self._inputs.flatten(dense_B, own_BFD[:, self._user]))
         item_IE = self.item(embeddings_BFD[:, self._item].flatten(1))
+        if vectors:
+            return vectors_of(user_BE, item_IE)
         scores: Tensor = self.scores(user_BE, item_IE, ids_B, negatives)
         return scores
 
@@ -527,7 +556,10 @@ class DinSettings(Deep):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HstuSettings(Deep):
-    """HSTU over the sequences, whose `target` it predicts; `hidden` are the head of "ctr"."""
+    """HSTU over the sequences, whose `target` it predicts; `hidden` are the head of "ctr".
+
+    `loss` of "next_item" is as of two towers; the first target identifies items.
+    """
 
     kind: ClassVar[str] = "hstu"
     takes_sequences: ClassVar[bool] = True
@@ -540,6 +572,7 @@ class HstuSettings(Deep):
     width: int | None = None
     blocks: int = 2
     heads: int = 1
+    loss: Literal["softmax", "sampled"] = "softmax"
     temperature: float = 0.05
     log_q: bool = False
 
@@ -553,14 +586,29 @@ class HstuSettings(Deep):
             layers=self.blocks,
             heads=self.heads,
             hidden=self.hidden,
+            in_batch=self.loss == "softmax",
             temperature=self.temperature,
             log_q=self.log_q,
             **self.layers,
         )
 
     def objective(self, tasks: tuple[Task, ...]) -> Objective:
-        """Of clicks a loss each, of next items a softmax over those of a batch."""
-        return InBatchSoftmax() if self.head == "next_item" else Pointwise(tasks)
+        """Of clicks a loss each, of next items a softmax over items."""
+        if self.head == "ctr":
+            return Pointwise(tasks)
+        return InBatchSoftmax(own_first=self.loss == "sampled")
+
+    def check_negatives(self, features: Sequence[str] | None) -> None:
+        """Needed by "sampled", not taken by "ctr"; with all features of an item."""
+        if self.head == "ctr":
+            super(HstuSettings, self).check_negatives(features)
+        else:
+            _check_negatives(features, self.item_features, self.loss, self.log_q)
+
+    @property
+    def item_features(self) -> tuple[str, ...]:
+        """The targets, for next items."""
+        return self.target if self.head == "next_item" else ()
 
     @property
     def id_feature(self) -> str | None:
@@ -612,18 +660,35 @@ class TwoTowerSettings(Deep):
         """Needed by "sampled", not taken by "log_loss"; with all features of an item."""
         if self.loss == "log_loss":
             super(TwoTowerSettings, self).check_negatives(features)
-        if self.loss == "sampled" and (features is None or self.log_q):
-            got = "no data.sampler" if features is None else "log_q: true"
-            allowed = "items to sample, and log_q: false: it is of the items of a batch"
-            remedy = "Set data.sampler, or model.loss: softmax."
-            raise ConfigError("model.loss: sampled", got, allowed, remedy)
-        if features is not None and (features[0] != self.id_feature or {*self.item} - {*features}):
-            got = f"id {features[0]!r}, attributes {list(features[1:])}"
-            allowed = f"id {self.id_feature!r}, and among the attributes all of {list(self.item)}"
-            raise ConfigError("data.sampler", got, allowed, "Name them.")
+        else:
+            _check_negatives(features, self.item_features, self.loss, self.log_q)
 
     @property
     def id_feature(self) -> str | None:
         """The feature whose ids identify items, for a softmax over them."""
-        known = self.item_id or (self.item[0] if self.item else None)
-        return None if self.loss == "log_loss" else known
+        return None if self.loss == "log_loss" else next(iter(self.item_features), None)
+
+    @property
+    def item_features(self) -> tuple[str, ...]:
+        """The item's, that of its ids first."""
+        own = () if self.item_id is None else (self.item_id,)
+        return tuple(dict.fromkeys((*own, *self.item)))
+
+
+def _check_negatives(
+    features: Sequence[str] | None, needed: Sequence[str], loss: str, log_q: bool
+) -> None:
+    """Check features of sampled items, the first of both identifying them.
+
+    Raises:
+        ConfigError: they are missing for `loss`, or lack some.
+    """
+    if loss == "sampled" and (features is None or log_q):
+        got = "no data.sampler" if features is None else "log_q: true"
+        allowed = "items to sample, and log_q: false: it is of the items of a batch"
+        remedy = "Set data.sampler, or model.loss: softmax."
+        raise ConfigError("model.loss: sampled", got, allowed, remedy)
+    if features is not None and ([*features[:1]] != [*needed[:1]] or {*needed} - {*features}):
+        got = f"id {features[0]!r}, attributes {list(features[1:])}"
+        allowed = f"{list(needed)}, the first as id, the others among the attributes"
+        raise ConfigError("data.sampler", got, allowed, "Name them.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -266,13 +267,19 @@ def read_offsets(op: str, offsets_B1: Tensor, rows: int) -> None:
         ShapeError: they do not.
     """
     cuts = offsets_B1.detach().cpu()
-    wrong = (cuts[1:] < cuts[:-1]) | (cuts[1:] > rows)
+    at = _broken_at(cuts, rows)
+    if at is not None:
+        raise bad_offset(op, cuts, rows, at)
+
+
+def _broken_at(cuts: Tensor, end: int) -> int | None:
+    """Where offsets do not start at 0, fall, leave 0..end or miss the end; None: nowhere."""
     if int(cuts[0]) != 0:
-        raise bad_offset(op, cuts, rows, 0)
-    if int(cuts[-1]) != rows:
-        raise bad_offset(op, cuts, rows, cuts.numel() - 1)
-    if bool(wrong.any()):
-        raise bad_offset(op, cuts, rows, int(wrong.nonzero()[0]) + 1)
+        return 0
+    if int(cuts[-1]) != end:
+        return cuts.numel() - 1
+    wrong = (cuts[1:] < cuts[:-1]) | (cuts[1:] > end)
+    return int(wrong.nonzero()[0]) + 1 if bool(wrong.any()) else None
 
 
 def bad_offset(op: str, offsets_B1: Tensor, rows: int, at: int) -> ShapeError:
@@ -413,28 +420,28 @@ def map_error(
     return ShapeError(f"{op}: {name}", got=f"a break at [{at}]", allowed=allowed, remedy=_REMEDY)
 
 
-def check_map_values(
-    offset_map: Sequence[Tensor], dims: Sequence[int], length: int, size: int
-) -> None:
-    """Require a map (positions, splits, offsets, offset splits) that fits its value and its buffer.
+def check_map_values(*offset_map: Any) -> None:
+    """Require a map that fits its value and its buffer.
+
+    offset_map: positions, splits, offsets and offset splits, dims, and elements of both.
 
     Raises:
         InputError: it does not; names the first fault.
     """
-    positions_N, splits_K1, offsets_V, offset_splits_U1 = offset_map
+    positions_N, splits_K1, offsets_V, offset_splits_U1, dims, length, size = offset_map
     keys = offset_splits_U1.numel() - 1
 
     def fail(fault: int, at: int) -> InputError:
         return map_error(fault, at, positions_N, offsets_V, keys, length, size)
 
-    bad = _broken_splits(splits_K1, positions_N.numel())
+    bad = _broken_at(splits_K1.cpu(), positions_N.numel())
     if bad is not None:
         raise fail(1, bad)
     counts = splits_K1.diff().tolist()
     elements = sum(count * dim for count, dim in zip(counts, dims, strict=True))
     if elements != length:
         raise fail(2, elements)
-    bad = _broken_splits(offset_splits_U1, offsets_V.numel())
+    bad = _broken_at(offset_splits_U1.cpu(), offsets_V.numel())
     if bad is not None:
         raise fail(4, bad)
     offsets, offset_splits, row = offsets_V.tolist(), offset_splits_U1.tolist(), 0
@@ -446,16 +453,6 @@ def check_map_values(
                 if not 0 <= offsets[at] <= size - dim:
                     raise fail(5, at)
             row += 1
-
-
-def _broken_splits(splits: Tensor, end: int) -> int | None:
-    edges = splits.tolist()
-    if edges[0] != 0:
-        return 0
-    for i in range(1, len(edges)):
-        if edges[i] < edges[i - 1]:
-            return i
-    return None if edges[-1] == end else len(edges) - 1
 
 
 _OP = "fused_embedding_to_layout"
@@ -480,26 +477,12 @@ def check_layout(
         InputError: cells that do not exist or are too few, a buffer that does not exist, or a row
             that leaves its buffer.
     """
-    _check_splits(cell_splits.cpu(), rows_N.shape[0])
+    read_offsets(f"{_OP}: cell_splits_C1", cell_splits, rows_N.shape[0])
     sizes = [b if isinstance(b, int) else b.numel() for b in buffers]
     cells_RF, own_F6 = cells.cpu(), features.cpu()
     _check_cells(cells_RF, cell_splits.shape[0] - 1, batch_sizes)
     for request in cells_RF:
         _check_rows(rows_N.cpu(), buffer_N.cpu(), cell_splits.cpu(), request, own_F6, sizes)
-
-
-def _check_splits(splits: Tensor, count: int) -> None:
-    what = f"{_OP}: cell_splits_C1"
-    if int(splits[0]) != 0:
-        raise _bad(ShapeError, f"{what}[0]", int(splits[0]), 0)
-    falls = (splits[1:] < splits[:-1]).nonzero()
-    if falls.numel():
-        at = int(falls[0]) + 1
-        allowed = f"at least {int(splits[at - 1])}, the one before"
-        raise _bad(ShapeError, f"{what}[{at}]", int(splits[at]), allowed)
-    if int(splits[-1]) != count:
-        allowed = f"{count}, the number of ids"
-        raise _bad(ShapeError, f"{what}[-1]", int(splits[-1]), allowed)
 
 
 def _check_cells(cells: Tensor, total: int, batch_sizes: Sequence[int] | None) -> None:

@@ -76,13 +76,19 @@ def _core_scatter(
 
 
 def _with_map(
-    run: Any, tensors: Sequence[Tensor], dims: Sequence[int], value: Tensor, buffer_E: Tensor
+    run: Any,
+    tensors: Sequence[Tensor],
+    dims: Sequence[int],
+    value: Tensor,
+    buffer_E: Tensor,
+    *how: int,
 ) -> None:
     """Fill the buffer or sum it into the value, by a map that the core checks."""
     tensors = [tensor.contiguous() for tensor in tensors]
     addresses, counts = [address(part) for part in tensors], [part.numel() for part in tensors]
     length, size = value.numel(), buffer_E.numel()
-    fault, at = run(addresses, counts, dims, address(value), length, address(buffer_E), size)
+    places = address(value), length, address(buffer_E), size
+    fault, at = run(addresses, counts, dims, *places, *how, torch.get_num_threads())
     if fault:
         keys = tensors[3].numel() - 1
         raise map_error(fault, at, tensors[0], tensors[2], keys, length, size)
@@ -91,22 +97,14 @@ def _with_map(
 def _core_fill(buffer_E: Tensor, value: Tensor, *offset_map: Any) -> None:
     *tensors, dims = offset_map
     value = value.contiguous()
-
-    def run(*arguments: Any) -> Any:
-        return core.fill_offsets(*arguments, value.element_size(), torch.get_num_threads())
-
-    _with_map(run, tensors, dims, value, buffer_E)
+    _with_map(core.fill_offsets, tensors, dims, value, buffer_E, value.element_size())
 
 
 def _core_sum(buffer_E: Tensor, *offset_map: Any) -> Tensor:
     *tensors, dims, length = offset_map
     wide_E = widened(buffer_E)
     value = fresh(length, dtype=wide_E.dtype)
-    typed = core.sum_offsets_f64 if value.dtype is torch.float64 else core.sum_offsets_f32
-
-    def run(*arguments: Any) -> Any:
-        return typed(*arguments, torch.get_num_threads())
-
+    run = core.sum_offsets_f64 if value.dtype is torch.float64 else core.sum_offsets_f32
     _with_map(run, tensors, dims, value, wide_E)
     return value.to(buffer_E.dtype)
 
@@ -114,16 +112,6 @@ def _core_sum(buffer_E: Tensor, *offset_map: Any) -> Tensor:
 def _reference_fill(buffer_E: Tensor, value: Tensor, *offset_map: Any) -> None:
     source, target = reference.offset_map_places(*offset_map)
     buffer_E[target] = value[source]
-
-
-def _check_fill(buffer_E: Tensor, value: Tensor, *offset_map: Any) -> None:
-    *tensors, dims = offset_map
-    check_map_values(tensors, dims, value.numel(), buffer_E.numel())
-
-
-def _check_sum(buffer_E: Tensor, *offset_map: Any) -> None:
-    *tensors, dims, length = offset_map
-    check_map_values(tensors, dims, length, buffer_E.numel())
 
 
 def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -201,7 +189,9 @@ fill_offsets = operator(
     core=_core_fill,
     triton="flat_rows:fill_offsets",
     fake=lambda *_: None,
-    check=_check_fill,
+    check=lambda buffer_E, value, *offset_map: check_map_values(
+        *offset_map, value.numel(), buffer_E.numel()
+    ),
 )
 sum_offsets = operator(
     f"sum_offsets(Tensor buffer_E, {_MAP}, SymInt length) -> Tensor",
@@ -210,7 +200,7 @@ sum_offsets = operator(
     core=_core_sum,
     triton="flat_rows:sum_offsets",
     fake=lambda buffer_E, *rest: buffer_E.new_empty(rest[-1]),
-    check=_check_sum,
+    check=lambda buffer_E, *offset_map: check_map_values(*offset_map, buffer_E.numel()),
     gradient=(_sum_backward, _setup_sum),
 )
 

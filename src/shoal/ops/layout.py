@@ -206,18 +206,6 @@ def _fake_forward(buffers: list[Tensor], *rest: Any) -> list[Tensor]:
     return [buffers[0].new_empty(shape) for shape in _output_shapes(batch_sizes, shapes)]
 
 
-def _fake_backward(
-    grads: list[Tensor], scale: Tensor | None, sizes: list[int], *rest: Any
-) -> list[Tensor]:
-    return [grads[0].new_empty(size) for size in sizes]
-
-
-def _check_backward(
-    grads: list[Tensor], scale: Tensor | None, sizes: list[int], *rest: Any
-) -> None:
-    check_layout(sizes, *rest)
-
-
 def _setup_forward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     buffers, *index, batch_sizes, shapes, limits = inputs
     ctx.save_for_backward(*index)
@@ -281,7 +269,7 @@ layout_backward = operator(
     reference=reference.layout_backward,
     core=_core_backward,
     triton="layout:layout_backward",
-    fake=_fake_backward,
-    check=_check_backward,
+    fake=lambda grads, scale, sizes, *_: [grads[0].new_empty(size) for size in sizes],
+    check=lambda grads, scale, sizes, *call: check_layout(sizes, *call),
     gradient=(_backward_of_backward, _setup_backward),
 )

@@ -24,9 +24,7 @@ def forward_arguments(
 ) -> tuple[Any, ...]:
     """Arguments of `shoal::layout_forward`."""
     buffers = list(embeddings_list)
-    _check_tensors("embeddings_list", buffers, _OP)
-    index = _index(buffers, offsets, feature_cfgs, _OP)
-    plan = feature_cfgs.plan.on(buffers[0].device)
+    index, plan = _index(buffers, offsets, feature_cfgs, _OP)
     return (buffers, *_call(index, plan))
 
 
@@ -40,12 +38,10 @@ def gradient_arguments(
     """Arguments of `shoal::layout_backward`."""
     op = f"{_OP}_grad"
     buffers = list(embeddings_list)
-    _check_tensors("embeddings_list", buffers, op)
-    index = _index(buffers, offsets, feature_cfgs, op)
+    index, plan = _index(buffers, offsets, feature_cfgs, op)
     if len(index.batch_sizes) != 1:
         got, remedy = len(index.batch_sizes), "Several requests in one call are for serving."
         raise InputError(f"{op}: requests", got, "one", remedy)
-    plan = feature_cfgs.plan.on(buffers[0].device)
     grads = _grads(layout_tensors_grad, buffers[0], plan, index.batch_size, op)
     sizes = [buffer.numel() for buffer in buffers]
     factor = _scale(scale, buffers[0], op)
@@ -67,7 +63,8 @@ def _index(
     offsets: LayoutIndex | MonolithOffsets,
     feature_cfgs: FeatureConfigs,
     op: str,
-) -> LayoutIndex:
+) -> tuple[LayoutIndex, LookupTables]:
+    _check_tensors("embeddings_list", buffers, op)
     index = offsets
     if isinstance(index, MonolithOffsets):
         index = decode_monolith(index, buffers, feature_cfgs)
@@ -79,7 +76,7 @@ def _index(
     if index.cells_RF.shape[1] != features:
         got, remedy = index.cells_RF.shape[1], "Make the index with the same feature_cfgs."
         raise ShapeError(f"{op}: features of cells_RF", got, features, remedy)
-    return index
+    return index, feature_cfgs.plan.on(buffers[0].device)
 
 
 def _check_tensors(name: str, tensors: Sequence[Tensor], op: str) -> None:

@@ -90,23 +90,6 @@ def _core_scatter(grad_ND: Tensor, index_N: Tensor, rows: int, what: str) -> Ten
     return out_MD.to(grad_ND.dtype)
 
 
-def _check_match(
-    ids: Sequence[Tensor], query_N: Tensor, missing_ok: bool, multi_threads: bool, what: str
-) -> None:
-    if not missing_ok:
-        check_match_values(what, torch.cat(list(ids)), query_N)
-
-
-def _check_gather(
-    shards: Sequence[Tensor], index_N: Tensor, multi_threads: bool, what: str
-) -> None:
-    check_index_values(what, index_N, sum(rows.shape[0] for rows in shards))
-
-
-def _check_scatter(grad_ND: Tensor, index_N: Tensor, rows: int, what: str) -> None:
-    check_index_values(what, index_N, rows)
-
-
 def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     shards, index_N, _, ctx.what = inputs
     ctx.save_for_backward(index_N)
@@ -142,7 +125,9 @@ _match_rows = operator(
     core=_core_match,
     triton="flat_rows:match_rows",
     fake=lambda ids, query_N, *_: torch.empty_like(query_N),
-    check=_check_match,
+    check=lambda ids, query_N, missing_ok, _, what: (
+        None if missing_ok else check_match_values(what, torch.cat(list(ids)), query_N)
+    ),
 )
 _gather_rows = operator(
     "gather_rows(Tensor[] shards, Tensor index_N, bool multi_threads, str what) -> Tensor",
@@ -150,7 +135,9 @@ _gather_rows = operator(
     core=_core_gather,
     triton="flat_rows:gather_rows",
     fake=lambda shards, index_N, *_: shards[0].new_empty(index_N.shape[0], shards[0].shape[1]),
-    check=_check_gather,
+    check=lambda shards, index_N, _, what: check_index_values(
+        what, index_N, sum(rows.shape[0] for rows in shards)
+    ),
     gradient=(_gather_backward, _setup_gather),
 )
 _scatter_rows = operator(
@@ -159,7 +146,7 @@ _scatter_rows = operator(
     core=_core_scatter,
     triton="flat_rows:scatter_rows",
     fake=lambda grad_ND, index_N, rows, _: grad_ND.new_empty(rows, grad_ND.shape[1]),
-    check=_check_scatter,
+    check=lambda grad_ND, index_N, rows, what: check_index_values(what, index_N, rows),
     gradient=(_scatter_backward, _setup_scatter),
 )
 

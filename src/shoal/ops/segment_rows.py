@@ -48,7 +48,7 @@ def _core_first_n(source: Tensor, offsets_B1: Tensor, length: int, rows: int, ba
     source, offsets_B1 = source.contiguous(), offsets_B1.contiguous()
     segments = offsets_B1.shape[0] - 1
     out = fresh(*_first_n_shape(source, segments, length, rows, back), dtype=source.dtype)
-    bad = (core.return_first_n if back else core.take_first_n)(
+    bad = core.first_n(
         address(source),
         address(offsets_B1),
         address(out),
@@ -56,6 +56,7 @@ def _core_first_n(source: Tensor, offsets_B1: Tensor, length: int, rows: int, ba
         rows,
         length,
         out.shape[-1] * out.element_size(),
+        back,
         torch.get_num_threads(),
     )
     if bad >= 0:

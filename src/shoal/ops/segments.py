@@ -343,12 +343,12 @@ def _run_core(
     parts: Sequence[int],
     *,
     back: bool = False,
-    order: Tensor | None = None,
-    index: Tensor | None = None,
-    inputs: Tensor | None = None,
-    norms: Tensor | None = None,
+    also: Sequence[Tensor | None] = (None,) * 4,
 ) -> None:
-    """Reduce values to what is pooled; or, going back, spread that to the values."""
+    """Reduce values to what is pooled; or, going back, spread that to the values.
+
+    also: an order, an index, and what L2 norms were made of and are.
+    """
     cuts = [offsets_B1.contiguous() for offsets_B1 in offsets]
     table, bad = core.segments(
         back,
@@ -362,12 +362,9 @@ def _run_core(
         [address(part) for part in pooled],
         [part.shape[1] for part in pooled],
         parts,
-        0 if order is None else address(order),
-        0 if index is None else address(index),
-        0 if inputs is None else address(inputs),
-        0 if norms is None else address(norms),
+        *[0 if one is None else address(one) for one in also],
     )
-    if bad >= 0 and index is not None:
+    if bad >= 0 and (index := also[1]) is not None:
         raise checks.bad_segment_index(op, index, cuts[0].shape[0] - 1, bad)
     if bad >= 0:
         name = checks.table_of(op, table, values)
@@ -378,27 +375,18 @@ def _core_reduce(values_ND: Tensor, offsets_B1: Tensor, *rest: Any) -> Tensor:
     order_N, _, mode = rest
     rows_ND = widened(values_ND)
     out_BD = fresh(offsets_B1.shape[0] - 1, rows_ND.shape[1], dtype=rows_ND.dtype)
-    _run_core(f"segment_{mode}", mode, [rows_ND], [offsets_B1], [out_BD], [1], order=order_N)
+    also = (order_N, None, None, None)
+    _run_core(f"segment_{mode}", mode, [rows_ND], [offsets_B1], [out_BD], [1], also=also)
     return out_BD.to(values_ND.dtype)
 
 
 def _core_spread(grads_BD: Tensor, offsets_B1: Tensor, *rest: Any) -> Tensor:
-    order_N, index_N, values_ND, pooled_BD, mode, rows = rest
+    *tensors, mode, rows = rest
+    also = [None if one is None else widened(one) for one in tensors]
     wide_BD = widened(grads_BD)
     out_ND = fresh(rows, wide_BD.shape[1], dtype=wide_BD.dtype)
-    _run_core(
-        f"segment_{mode}",
-        mode,
-        [out_ND],
-        [offsets_B1],
-        [wide_BD],
-        [1],
-        back=True,
-        order=order_N,
-        index=None if index_N is None else index_N.contiguous(),
-        inputs=None if values_ND is None else widened(values_ND),
-        norms=None if pooled_BD is None else widened(pooled_BD),
-    )
+    given = [out_ND], [offsets_B1], [wide_BD], [1]
+    _run_core(f"segment_{mode}", mode, *given, back=True, also=also)
     return out_ND.to(grads_BD.dtype)
 
 
@@ -531,7 +519,7 @@ def _core_sums(values: list[Tensor], offsets: list[Tensor], *rest: Any) -> list[
         fresh(offsets[k].shape[0] - 1, width, dtype=rows[0].dtype)
         for k, width in zip(_owners(parts), widths, strict=True)
     ]
-    _run_core(op, "sum", rows, offsets, outs, parts, order=order_N)
+    _run_core(op, "sum", rows, offsets, outs, parts, also=(order_N, None, None, None))
     return [out.to(values[0].dtype) for out in outs]
 
 

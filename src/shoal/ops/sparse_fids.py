@@ -156,7 +156,7 @@ class ShardedFids:
                 buffer_N = segment_FP[at_N]
         if rows_N.numel() and int(rows_N.max()) >> 32:
             remedy = "Use the LayoutIndex: its offsets are 64-bit."
-            raise _bad(InputError, "largest offset", int(rows_N.max()), "below 2**32", remedy)
+            raise InputError(f"{_OP}: largest offset", int(rows_N.max()), "below 2**32", remedy)
         return buffer_N << 32 | rows_N
 
     def _parts(self, version: Version) -> tuple[Tensor, Tensor, Tensor]:
@@ -174,7 +174,7 @@ class ShardedFids:
             if version == 1 and len(set(width_F[own].tolist())) > 1:
                 what = f"widths of the features of table {table!r}"
                 got = width_F[own].tolist()
-                raise _bad(InputError, what, got, "one width", "Use version 3.")
+                raise InputError(f"{_OP}: {what}", got, "one width", "Use version 3.")
             ends = torch.cat([self.row_splits_FP[own], self.fid_sizes_TP[t : t + 1]])
             floats = ends.diff(dim=0) * width_F[own].unsqueeze(1)
             floats_FP[own] = floats.cumsum(0) - floats
@@ -260,9 +260,9 @@ def completed(
     """The batch of all configured features, sorted, and `LayoutIndex.cells_RF` of it."""
     if batch.values_N.device.type != "cpu":
         got, remedy = batch.values_N.device, "Split ids before they go to the device."
-        raise _bad(DTypeError, "device of the batch", got, "cpu", remedy)
+        raise DTypeError(f"{_OP}: device of the batch", got, "cpu", remedy)
     if ps_num < 1:
-        raise _bad(InputError, "ps_num", ps_num, "1 or more", "One without shards.")
+        raise InputError(f"{_OP}: ps_num", ps_num, "1 or more", "One without shards.")
     if rule not in get_args(ShardRule):
         raise unknown_name("rule", rule, get_args(ShardRule))
     for name in shared:
@@ -295,11 +295,5 @@ def _int32(what: str, values: Tensor) -> Tensor:
     most = int(values.max()) if values.numel() else 0
     if most > _INT32_MAX:
         remedy = "Use the LayoutIndex: its offsets are 64-bit."
-        raise _bad(InputError, f"largest {what}", most, "below 2**31", remedy)
+        raise InputError(f"{_OP}: largest {what}", most, "below 2**31", remedy)
     return values.to(torch.int32)
-
-
-def _bad(
-    kind: type[InputError], what: str, got: object, allowed: object, remedy: str
-) -> InputError:
-    return kind(f"{_OP}: {what}", got=got, allowed=allowed, remedy=remedy)

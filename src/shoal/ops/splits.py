@@ -234,8 +234,8 @@ def _core_moved(rows_N: Tensor, order_N: Tensor, take: bool) -> Tensor:
     if out_N.numel() == 0:
         return out_N
     row_bytes, threads = rows_N.numel() // n * rows_N.element_size(), torch.get_num_threads()
-    run = core.take_rows if take else core.put_rows
-    bad = run(address(rows_N), address(order_N), n, row_bytes, address(out_N), threads)
+    places = address(rows_N), address(order_N)
+    bad = core.move_rows(*places, n, row_bytes, take, address(out_N), threads)
     if bad != GOOD:
         raise _order_error(order_N, take, bad)
     return out_N

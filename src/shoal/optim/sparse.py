@@ -542,7 +542,11 @@ class SparseOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply all gradients recorded since the last step; ends their tickets.
 
-        closure: evaluates the model again and returns the loss, as in torch.
+        Args:
+            closure: evaluates the model again and returns the loss, as in torch.
+
+        Returns:
+            what the closure returned; None without one.
 
         Raises:
             NonFiniteGradient: a gradient holds NaN or infinity under the policy "raise"; no table

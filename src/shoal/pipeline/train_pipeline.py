@@ -97,8 +97,9 @@ class TrainPipeline:
     def progress(self, iterator: Iterator[Any]) -> Step:
         """Train one batch.
 
-        iterator: this rank's batches; the same object until StopIteration. A thread reads it
-            ahead.
+        Args:
+            iterator: this rank's batches; the same object until StopIteration. A thread reads it
+                ahead.
 
         Returns:
             (losses, predictions) of the batch, without a graph. On a rank whose data has ended

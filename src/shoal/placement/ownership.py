@@ -1,11 +1,10 @@
-"""Placements as values: the hash and bucket of an id, and the rank that holds it."""
+"""The rank of each id: hashes, buckets and splits, and placements as plain values."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -280,14 +279,21 @@ class Placement:
         """
         try:
             value = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise _not_json(f"text that is no JSON ({error})") from None
-        keys = {"format", "world_size", "hosted"}
-        if not isinstance(value, dict) or set(value) != keys or value["format"] != _FORMAT:
-            raise _not_json(f"{str(text)[:80]!r}")
-        if not isinstance(value["hosted"], list):
-            raise _not_json("hosted that is no list")
-        return cls(value["world_size"], tuple(_hosted_of(one) for one in value["hosted"]))
+            found = value.pop("hosted")
+            hosted = [{**one, "ranks": tuple(one["ranks"])} for one in found]
+            kinds = {type(one["replicated"]) for one in hosted}
+            if value.pop("format") != _FORMAT or type(found) is not list or kinds - {bool}:
+                raise TypeError("another format, or replicated that is no bool")
+            return cls(hosted=tuple(Hosted(**one) for one in hosted), **value)
+        except ConfigError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                "JSON of a placement",
+                got=f"{str(text)[:80]!r} ({type(error).__name__}: {error})",
+                allowed="what Placement.to_json writes",
+                remedy="Write the placement again with to_json.",
+            ) from None
 
     def _check_ranks(self, one: Hosted) -> None:
         _require(
@@ -335,15 +341,6 @@ def _check_columns(table: str, slices: tuple[Hosted, ...]) -> None:
     )
 
 
-def _hosted_of(value: Any) -> Hosted:
-    keys = {"table", "start", "stop", "ranks", "replicated"}
-    if not isinstance(value, dict) or set(value) != keys:
-        raise _not_json(f"{value!r} among hosted")
-    if not isinstance(value["ranks"], list) or not isinstance(value["replicated"], bool):
-        raise _not_json(f"{value!r} among hosted")
-    return Hosted(**{**value, "ranks": tuple(value["ranks"])})
-
-
 def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
@@ -351,9 +348,3 @@ def _whole(value: object) -> bool:
 def _require(fine: bool, what: str, got: object, allowed: str, remedy: str) -> None:
     if not fine:
         raise ConfigError(what, got=got, allowed=allowed, remedy=remedy)
-
-
-def _not_json(got: str) -> ConfigError:
-    allowed = "what Placement.to_json writes"
-    remedy = "Write the placement again with to_json."
-    return ConfigError("JSON of a placement", got=got, allowed=allowed, remedy=remedy)

@@ -32,13 +32,6 @@ from shoal.planner.topology import Topology, from_environment
 from shoal.table.spec import HostRows, TableSpec
 
 
-class FeatureLike(Protocol):
-    """What a plan reads of a feature."""
-
-    name: str
-    table: str
-
-
 class Tables(Protocol):
     """What a plan reads of an `EmbeddingCollection`."""
 

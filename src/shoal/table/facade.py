@@ -177,13 +177,23 @@ class Table:
         self._shard.apply_ids(groups, (rows,), self._counts(counts, groups), ctx=ctx)
 
     def assign(self, ids: Ids, weights: Rows, *, event_time_s: int = 0) -> None:
-        """Upsert weights [N, D]; optimizer state stays. The last of duplicate ids wins."""
+        """Upsert weights [N, D]; optimizer state stays. The last of duplicate ids wins.
+
+        Raises:
+            ShapeError: not N rows of D.
+            TableFull: no room; nothing was changed.
+        """
         groups = self._groups(ids)
         ctx = StepContext(event_time_s=event_time_s)
         self._shard.assign(groups, (self._rows(weights, groups, "weights"),), ctx=ctx)
 
     def assign_add(self, ids: Ids, deltas: Rows, *, event_time_s: int = 0) -> None:
-        """Add deltas [N, D] to rows; a missing id is initialised first."""
+        """Add deltas [N, D] to rows; a missing id is initialised first.
+
+        Raises:
+            ShapeError: not N rows of D.
+            TableFull: no room; nothing was changed.
+        """
         groups = self._groups(ids)
         ctx = StepContext(event_time_s=event_time_s)
         self._shard.assign_add(groups, (self._rows(deltas, groups, "deltas"),), ctx=ctx)
@@ -196,7 +206,8 @@ class Table:
     def evict(self, now_s: int) -> int:
         """Drop expired rows and rows above the budget, of the whole shard; how many went.
 
-        now_s: event time, whole seconds, 0..2^32-1.
+        Args:
+            now_s: event time, whole seconds, 0..2^32-1.
 
         Raises:
             InputError: now_s is no such time; nothing was dropped.

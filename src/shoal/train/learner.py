@@ -69,15 +69,22 @@ class Scorer(nn.Module):
         self._graphed = has_cuda_graphs(config.compile)
         self._whole = config.data.batch_size // (world_size * config.distributed.workers)
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch, *, vectors: bool = False) -> Tensor:
         rows = self.tables(batch.ids, event_time_s=batch.event_time_s)
         id_feature = self._id_feature if self.training else None
         rows |= inputs_of_ids(batch.ids, self._sequences, id_feature)
         compiles = self.training and batch.labels.shape[0] >= self._whole
         if self._graphed:
             begin_step()
-        outputs = (self._outputs_of if compiles else outputs_of)(
-            self.module, batch.dense, rows, self._dtype, self._device_type, batch.negatives
+        compute = self._outputs_of if compiles else outputs_of
+        outputs = compute(
+            self.module,
+            batch.dense,
+            rows,
+            self._dtype,
+            self._device_type,
+            batch.negatives,
+            vectors=vectors,
         )
         # FSDP2 hangs a hook on what comes out, which a change of a view in place would drop; CUDA
         # graphs use its memory again.
@@ -304,6 +311,13 @@ class Learner:
         self.model.eval()
         with torch.inference_mode():
             return self._objective.logits(self.model(self._moved(batch))).sigmoid()
+
+    def vectors(self, batch: Batch) -> Tensor:
+        """Vectors of users and of items [2, B, E], float32, on the run's device; as `predict`."""
+        self.model.eval()
+        with torch.inference_mode():
+            found: Tensor = self.model(self._moved(batch), vectors=True)
+            return found
 
     def state(self) -> dict[str, Any]:
         """What training continues from, next to rows, dense weights and the dense optimizer."""

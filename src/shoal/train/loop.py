@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from torch import Tensor, nn
 
-from shoal.data import Batch
+from shoal.data import Batch, Loader
+from shoal.data.catalog import Catalog
 from shoal.errors import DataError
 from shoal.metrics import BinaryMetrics, BinaryResult
 from shoal.models.tasks import columns_of, split_all
@@ -21,6 +22,7 @@ from shoal.train.course import Course
 from shoal.train.learner import Learner, window_weight
 from shoal.train.observing import RunObserver
 from shoal.train.ranks import Ranks
+from shoal.train.retrieval import Retrieval
 from shoal.train.run_state import RunState
 from shoal.train.saving import Saver
 
@@ -90,7 +92,7 @@ def _plain(
         yield Trained(window, logits, pauses, due_s if pauses else None)
 
 
-def _overlapping(
+def _in_parts(
     run_state: RunState,
     batches: Iterable[Batch],
     accumulation: int,
@@ -98,7 +100,42 @@ def _overlapping(
     evict_every_s: int | None,
     staleness: int,
 ) -> Generator[Trained]:
-    """Train while the next batches load and their ids travel; the same windows as `_plain`."""
+    """`_overlapping`, and nothing under way where a stream pauses between two windows."""
+    source = iter(batches)
+    pauses = True
+
+    def part() -> Iterator[Batch]:
+        nonlocal pauses
+        count, pauses = 0, False
+        for batch in source:
+            if not batch.pauses:
+                count += 1
+                yield batch
+            elif count % accumulation == 0:
+                pauses = True
+                return
+
+    while pauses:
+        due_s = yield from _overlapping(
+            run_state, part(), accumulation, saver, evict_every_s, staleness
+        )
+        if pauses:
+            yield Trained((), {}, True, due_s)
+
+
+def _overlapping(
+    run_state: RunState,
+    batches: Iterable[Batch],
+    accumulation: int,
+    saver: Saver | Course,
+    evict_every_s: int | None,
+    staleness: int,
+) -> Generator[Trained, None, int | None]:
+    """Train while the next batches load and their ids travel; the same windows as `_plain`.
+
+    Returns:
+        the event time at which the next eviction is due.
+    """
     learners, control, first = run_state.learners, run_state.ranks.control, run_state.steps
     every = _Every(learners).train()
     pipeline = create_train_pipeline(
@@ -144,6 +181,7 @@ def _overlapping(
                 window, logits = [], {one.name: [] for one in learners}
         if window:
             yield Trained(window, logits)
+        return pipeline.evict_due_s
     finally:
         pipeline.close()
 
@@ -221,7 +259,7 @@ def train(
     if staleness is None:
         windows = _plain(run_state, batches, accumulation, pauses, evict_every_s)
     else:
-        windows = _overlapping(run_state, batches, accumulation, pauses, evict_every_s, staleness)
+        windows = _in_parts(run_state, batches, accumulation, pauses, evict_every_s, staleness)
 
     def point() -> None:
         main = run_state.learners[0]
@@ -231,18 +269,26 @@ def train(
         sink.write(run_state.steps, observer.completed(scalars))
 
     predicted = [one.predicted for one in run_state.learners]
+    fresh = False  # steps since the last point
     run_state.started()
     with progress, observer, closing(windows):
         # A run that had stopped early takes no step when it resumes.
         for trained in () if course is not None and course.stops else windows:
+            if not trained.window:
+                run_state.check()
+                run_state.evict_due_s = trained.evict_due_s
+                saver.silent()
+                continue
             recorder.add(trained.window, split_all(predicted, trained.logits))
             observer.stepped()
+            fresh = True
             run_state.position = trained.window[-1].position
             run_state.places = trained.window[-1].places
             done = run_state.position if ranks.many else recorder.examples
             if done >= run_state.next_point:
                 run_state.check()
                 point()
+                fresh = False
                 run_state.next_point = done + run_state.stride
             if trained.paused:
                 run_state.check()
@@ -257,18 +303,23 @@ def train(
             raise _no_examples("training")
         run_state.check()
         run_state.ended()
-        if not recorder.curves.examples or recorder.curves.examples[-1] < done:
+        if fresh or not recorder.curves.examples or recorder.curves.examples[-1] < done:
             point()
         if ranks.leads:
             progress.show(_progress_state(run_state, done), final=True)
 
 
 def evaluate_all(
-    learners: Sequence[Learner], batches: Iterable[Batch], progress: ProgressLine, ranks: Ranks
+    learners: Sequence[Learner],
+    batches: Loader,
+    progress: ProgressLine,
+    ranks: Ranks,
+    catalog: Catalog | None = None,
 ) -> dict[str, BinaryResult]:
     """Evaluate all learners on the same batches, by output; nothing is inserted or changed.
 
     Over several ranks each evaluates its shares; the figures are those of all examples, exactly.
+    With a catalog the first learner also ranks the items of positive examples.
 
     Raises:
         DataError: no batches.
@@ -277,6 +328,8 @@ def evaluate_all(
     columns = columns_of(predicted)
     metrics = {name: BinaryMetrics(bins=CALIBRATION_BINS) for name in columns}
     examples = done = 0
+    most = -(-batches.batch_size // batches.share.world_size)
+    retrieval = None if catalog is None else Retrieval(learners[0], catalog, most, ranks)
     with progress, ExitStack() as held:
         for one in learners:
             held.enter_context(one.averaged())
@@ -285,6 +338,8 @@ def evaluate_all(
             for name, (own_B,) in split_all(predicted, found).items():
                 labels_B = batch.labels_BT[:, columns[name]]
                 metrics[name].update(own_B, labels_B, batch.weights, batch.groups_B)
+            if retrieval is not None:
+                retrieval.add(batch)
             examples += batch.labels.numel()
             done = batch.position if ranks.many else examples
             if ranks.leads and progress.due():
@@ -298,7 +353,11 @@ def evaluate_all(
         for other in others:
             for name, sheet in metrics.items():
                 sheet.merge(other[name])
-    return {name: sheet.compute() for name, sheet in metrics.items()}
+    results = {name: sheet.compute() for name, sheet in metrics.items()}
+    if retrieval is not None:
+        main = next(iter(results))
+        results[main] = replace(results[main], ranking=retrieval.figures())
+    return results
 
 
 def _progress_state(run_state: RunState, examples: int, saving: str | None = None) -> ProgressState:

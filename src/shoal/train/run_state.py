@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ class RunState:
         recorder: metrics and curves.
         position: global samples that all steps so far have consumed.
         places: of a stream: where its partitions continue; None: it has no places.
+        left_out_before: of a stream: bad examples of processes before that this rank counts.
+        left_out: of a stream: how many it counts ahead of places.
         next_point: examples at which the next point of the curves is due.
         course: what evaluations on the way have found.
         evict_due_s: event time of the next eviction; None: the first batches settle it.
@@ -44,6 +46,8 @@ class RunState:
         self.recorder = Recorder(columns_of(one.predicted for one in learners), ranks)
         self.position = 0
         self.places: Mapping[str, tuple[int, int]] | None = None
+        self.left_out_before = 0
+        self.left_out: Callable[[Mapping[str, tuple[int, int]]], int] = lambda _: 0
         self.course: dict[str, Any] = {}
         self.evict_due_s: int | None = None
         self.trained_s = 0.0
@@ -79,12 +83,16 @@ class RunState:
         train_s = self.ranks.total(seconds, what="training time to save").item()
         whole, own = self.recorder.state()
         places: dict[str, tuple[int, int]] = {}
+        left_out = 0
         if self.places is not None:
-            for one in self.ranks.gathered(dict(self.places), what="places in a stream"):
+            mine = dict(self.places), self.left_out(self.places)
+            for one, bad in self.ranks.gathered(mine, what="places in a stream"):
                 places |= {name: max(at, places.get(name, at)) for name, at in one.items()}
+                left_out += bad
         state = {
             "position": self.position,
             "places": None if self.places is None else places,
+            "left_out": left_out,
             "course": {what: dict(found) for what, found in self.course.items()},
             "next_point": self.next_point,
             "evict_due_s": self.evict_due_s,
@@ -112,6 +120,9 @@ class RunState:
             one.load_state(state["learners"][one.name])
         self.position, self.next_point = state["position"], state["next_point"]
         self.places = state.get("places")
+        # Whose they were is not known; rows of each rank are limited.
+        left_out, ranks = state.get("left_out", 0), self.ranks
+        self.left_out_before = (left_out + ranks.rank) // ranks.world_size
         self.course = {what: dict(found) for what, found in state.get("course", {}).items()}
         self.evict_due_s, self.trained_s = state["evict_due_s"], state["train_s"]
         self.recorder.load_state(state["recorder"], None if own is None else own["recorder"])

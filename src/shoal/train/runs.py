@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -88,7 +89,8 @@ def write_predictions(
 ) -> int:
     """Write one row an example, in the order of the batches; returns how many.
 
-    Columns are prediction, label and event_time_s; of several tasks prediction_TASK, label_TASK.
+    Columns are the batches' keys, then prediction, label (null where there is none) and
+    event_time_s; of several tasks prediction_TASK, label_TASK.
 
     The file appears under its name when it is whole. Over several ranks rank 0 writes, batch by
     batch, what all have predicted of their shares.
@@ -102,16 +104,18 @@ def write_predictions(
         return 0
     partial, examples = Path(f"{path}.partial"), 0
     try:
-        columns = dict.fromkeys(learner.predicted.names, pa.float32())
-        schema = pa.schema({**columns, "event_time_s": pa.int64()})
-        with progress, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
+        with partial.open("wb") as file, progress, ExitStack() as held:
+            writer = None
             for batch in batches:
                 mine = _rows(learner, batch)
                 every = [mine]
                 if ranks.many:
                     every = ranks.gathered(mine, what="predictions of a batch")
+                if writer is None:
+                    opened = pq.ParquetWriter(file, mine.schema, compression="zstd")
+                    writer = held.enter_context(opened)
                 for rows in every:
-                    writer.write_batch(rows)
+                    writer.write_table(rows)
                     examples += rows.num_rows
                 if progress.due():
                     progress.show(ProgressState(examples=examples))
@@ -130,10 +134,15 @@ def write_predictions(
     return examples
 
 
-def _rows(learner: Learner, batch: Batch) -> pa.RecordBatch:
-    columns = learner.predicted.table(learner.predict(batch).cpu(), batch.labels_BT.cpu())
-    columns["event_time_s"] = batch.event_times_B.cpu()
-    return pa.record_batch({name: pa.array(one_B.numpy()) for name, one_B in columns.items()})
+def _rows(learner: Learner, batch: Batch) -> pa.Table:
+    found = learner.predicted.table(learner.predict(batch).cpu(), batch.labels_BT.cpu())
+    found["event_time_s"] = batch.event_times_B.cpu()
+    columns: dict[str, Any] = {}
+    if batch.keys is not None:
+        columns = dict(zip(batch.keys.column_names, batch.keys.columns, strict=True))
+    for name, one_B in found.items():  # of predictions NaN stays: the model has diverged
+        columns[name] = pa.array(one_B.numpy(), from_pandas=name.startswith("label"))
+    return pa.table(columns)
 
 
 Metrics = Mapping[str, Mapping[str, float]]
@@ -191,8 +200,9 @@ def _open(
     previous: Callable[[], Plan | None] = lambda: None,
     *,
     trains: bool = True,
+    keys: Sequence[str] | None = None,
 ) -> _Opened:
-    """Open the data, with a sampler if it trains, and build the models; previous: of `Learner`."""
+    """Open the data as `open_data` does, and build the models; previous: of `Learner`."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     elif torch.get_num_threads() > MAX_THREADS:
@@ -205,7 +215,7 @@ def _open(
     torch.manual_seed(config.seed)
     if config.tf32 is not None:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
-    data = open_data(config, ranks.share, ranks.control, samples=trains)
+    data = open_data(config, ranks.share, ranks.control, samples=trains, keys=keys)
     models: dict[str, ModelSpec] = {config.model.kind: config.model}
     if LOGISTIC in config.baselines:
         models.setdefault(LOGISTIC, LogisticSettings())
@@ -358,14 +368,22 @@ def evaluate(run: str, overrides: Sequence[str] = (), *, console: Console) -> Me
 
 
 def predict(
-    run: str, overrides: Sequence[str] = (), *, out: Path | None = None, console: Console
+    run: str,
+    overrides: Sequence[str] = (),
+    *,
+    out: Path | None = None,
+    keys: Sequence[str] = (),
+    console: Console,
 ) -> Path:
     """Write the predictions of a trained run's model for its evaluation examples as Parquet.
+
+    They need no labels.
 
     Args:
         run: a run folder, or a config file: then its latest run.
         overrides: changes to the run's settings, say to predict other data.
         out: the file to write; None puts it into the run folder. Rank 0 writes it.
+        keys: columns of the data that the file has as they are, before its own.
         console: where progress and the path are printed.
 
     Returns:
@@ -374,8 +392,15 @@ def predict(
     Raises:
         ShoalError: no trained run there, wrong settings or data, or a file that cannot be written.
     """
-    with _trained(run, overrides, console) as (folder, opened), opened.learners[0].averaged():
+    no_items = [*overrides, "eval.retrieval=null"]
+    trained = _trained(run, no_items, console, tuple(dict.fromkeys(keys)))
+    with trained as (folder, opened), opened.learners[0].averaged():
         file = folder.predictions if out is None else out
+        own = [*opened.learners[0].predicted.names, "event_time_s"]
+        for name in keys:
+            if name in own:
+                allowed = f"other names than {', '.join(own)}, which the file has"
+                raise ConfigError("--key", name, allowed, "Leave it out, or rename the column.")
         batches = opened.data.evaluation
         progress = opened.progress("predict", batches.examples)
         write_predictions(file, opened.learners[0], batches, progress, opened.ranks)
@@ -385,9 +410,9 @@ def predict(
 
 @contextmanager
 def _trained(
-    run: str, overrides: Sequence[str], console: Console
+    run: str, overrides: Sequence[str], console: Console, keys: Sequence[str] | None = None
 ) -> Iterator[tuple[RunFolder, _Opened]]:
-    """A trained run with its models as the newest checkpoint has them."""
+    """A trained run with its models as the newest checkpoint has them; keys: of `open_data`."""
     # As rank 0 finds it: the latest may change meanwhile.
     folder, settings = as_first_rank(
         early_control(), lambda: folders.find(run, overrides), what="trained run"
@@ -396,7 +421,7 @@ def _trained(
         ranks, config = gather_ranks(settings)
         with ranks.together():
             require_same(ranks.control, settings)
-            opened = _open(config, ranks, console, trains=False)
+            opened = _open(config, ranks, console, trains=False, keys=keys)
             with _closing(opened):
                 there = partial(folders.checkpoint_of, folder)
                 where = as_first_rank(ranks.control, there, what="checkpoint of the run")
@@ -447,7 +472,8 @@ def _train(
         course = Course(config, run_state, saver, evaluate, folder)
     # A pipeline has begun with later batches, and waits for them in a thread of its own.
     told = waits if staleness is None else None
-    with old_objects_set_aside(), saver, streaming(data.train, run_state, ranks, told):
+    streamed = streaming(data.train, run_state, ranks, told, saver.wants_pause)
+    with old_objects_set_aside(), saver, streamed:
         train(
             run_state,
             data.train.batches(run_state.position),
@@ -475,12 +501,9 @@ def _evaluate_on_the_way(
     main, batches = opened.learners[0], opened.data.evaluation
     run_state.ended()
     silent = ProgressLine(Console(quiet=True), "evaluate", batches.examples)
-    results = evaluate_all([main], batches, silent, opened.ranks)
+    results = evaluate_all([main], batches, silent, opened.ranks, opened.data.catalog)
     main.model.train()
-    sheets = {
-        name: {k: v for k, v in summary.figures(result).items() if k in summary.SHOWN}
-        for name, result in results.items()
-    }
+    sheets = {name: summary.shown(summary.figures(one)) for name, one in results.items()}
     named = [(f"eval/{k}/{name}", v) for name, sheet in sheets.items() for k, v in sheet.items()]
     sink.write(run_state.steps, dict(named))
     for name, sheet in sheets.items():
@@ -497,7 +520,7 @@ def _evaluate(
     """Evaluate the models and print the table of metrics; (results, figures) by model."""
     batches = opened.data.evaluation
     progress = opened.progress("evaluate", batches.examples)
-    results = evaluate_all(opened.learners, batches, progress, opened.ranks)
+    results = evaluate_all(opened.learners, batches, progress, opened.ranks, opened.data.catalog)
     metrics = {name: summary.figures(result) for name, result in results.items()}
     first = next(iter(results.values()))
     if BASE_RATE in opened.config.baselines:
@@ -514,10 +537,9 @@ def _evaluate_run(
     config, recorder = opened.config, run_state.recorder
     results, metrics = _evaluate(opened, recorder.base_rate)
     scalars = {
-        f"eval/{figure}/{name}": sheet[figure]
+        f"eval/{figure}/{name}": value
         for name, sheet in metrics.items()
-        for figure in summary.SHOWN
-        if figure in sheet
+        for figure, value in summary.shown(sheet).items()
     }
     sinks.write(run_state.steps, scalars)
     result = RunResult(

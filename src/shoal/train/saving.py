@@ -88,6 +88,7 @@ class Saver:
         self.on_begin: Callable[[Saving], None] = lambda _: None
         self.kept: str | None = None
         self._skipped = 0
+        self._begun = -1 if chain.manifest is None else chain.manifest.step
         self._failures = 0  # in a row
         # Rows that column slices had skipped: when the newest checkpoint began, and the last save.
         self._skips = self._skips_begun = 0
@@ -107,6 +108,11 @@ class Saver:
         saved = -1 if newest is None else newest.step
         if self._saving is None and self._run_state.steps > saved and self.wants_pause():
             self._run_state.check()
+            self.on_pause()
+
+    def silent(self) -> None:
+        """A stream is silent, and all ranks are here: steps that no save has are saved."""
+        if self._run_state.steps > self._begun:
             self.on_pause()
 
     def due_after(self, step: int) -> bool:
@@ -301,7 +307,7 @@ class Saver:
         contents = contents_of(self._run_state.learners, {**self._job, "run_state": state}, own)
         delta = kind == "delta"
         self._skips_begun = self._slice_skips() or 0
-        self._began_s = self._clock()
+        self._began_s, self._begun = self._clock(), self._run_state.steps
         self._saving = begin(
             self._store.url,
             contents,

@@ -16,15 +16,19 @@ def streaming(
     run_state: RunState,
     ranks: Ranks,
     waits: Callable[[], None] | None,
+    asks_pause: Callable[[], bool],
 ) -> AbstractContextManager[None]:
     """Within it a stream continues where the run is, and SIGTERM ends it; of files nothing.
 
     A collective call over several ranks. `waits` is called about once a second while no batch
-    comes.
+    comes; without it, as under a pipeline, batches pause when `asks_pause`.
     """
     if not isinstance(loader, StreamLoader):
         return nullcontext()
     loader.places, loader.waits = dict(run_state.places or {}), waits
+    loader.asks_pause = asks_pause if waits is None else None
+    loader.feed.continues(run_state.left_out_before)
+    run_state.left_out = loader.feed.left_out
     control = ranks.background("stream")
     if control is not None:
 

@@ -336,7 +336,14 @@ def figures(result: BinaryResult) -> dict[str, float]:
         "mean_prediction": result.mean_prediction,
         "mean_label": result.mean_label,
         "examples": result.examples,
+        **(result.ranking or {}),
     }
+
+
+def shown(sheet: Mapping[str, float]) -> dict[str, float]:
+    """Those of the figures that are shown and logged."""
+    ranking = {name: value for name, value in sheet.items() if "@" in name}
+    return {name: sheet[name] for name in SHOWN if name in sheet} | ranking
 
 
 def base_rate_figures(base_rate: float, result: BinaryResult) -> dict[str, float]:
@@ -363,13 +370,13 @@ def base_rate_figures(base_rate: float, result: BinaryResult) -> dict[str, float
 def metric_table(metrics: Mapping[str, Mapping[str, float]], title: str) -> Table:
     """The table a person sees at the end; the first model is the run's own."""
     first = next(iter(metrics.values()))
-    shown = {key: heading for key, heading in SHOWN.items() if key in first}
+    names = list(shown(first))
     table = Table(title=title, title_justify="left")
     table.add_column("model")
-    for heading in shown.values():
-        table.add_column(heading, justify="right")
+    for name in names:
+        table.add_column(SHOWN.get(name, name.replace("_", " ")), justify="right")
     for index, (name, sheet) in enumerate(metrics.items()):
-        cells = [f"{sheet[key]:.4f}" if key in sheet else "" for key in shown]
+        cells = [f"{sheet[key]:.4f}" if key in sheet else "" for key in names]
         table.add_row(name.replace("_", " "), *cells, style="bold" if index == 0 else None)
     return table
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.checkpoint.formats import open_embeddings, open_text
+from shoal.checkpoint.formats.dumps import open_embeddings, open_text
 from shoal.errors import DataError
 
 

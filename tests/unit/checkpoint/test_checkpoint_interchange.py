@@ -13,18 +13,10 @@ import torch
 from pyarrow import parquet as pq
 from torch import Tensor, nn
 
-from shoal.checkpoint.formats import (
-    Entries,
-    form_of,
-    open_embeddings,
-    open_monolith,
-    open_npz,
-    open_parquet,
-    open_text,
-    write_parquet,
-)
-from shoal.checkpoint.formats.foreign import CollectedRows, ForeignSource
-from shoal.checkpoint.formats.monolith import frame, masked_crc32c, read_records
+from shoal.checkpoint.formats.dumps import open_embeddings, open_npz, open_text
+from shoal.checkpoint.formats.foreign import CollectedRows, Entries, ForeignSource, form_of
+from shoal.checkpoint.formats.monolith import frame, masked_crc32c, open_monolith, read_records
+from shoal.checkpoint.formats.parquet import open_parquet, write_parquet
 from shoal.checkpoint.row_files import chunk_of as chunk_of_columns
 from shoal.errors import DataError, UnknownName
 from shoal.rules.optimizers import SGD, Adagrad

@@ -9,15 +9,8 @@ import pytest
 import torch
 
 from shoal.checkpoint import row_files
-from shoal.checkpoint.formats import (
-    Entries,
-    Offered,
-    form_of,
-    open_parquet,
-    receive,
-    write_parquet,
-)
-from shoal.checkpoint.formats.foreign import CollectedRows
+from shoal.checkpoint.formats.foreign import CollectedRows, Entries, Offered, form_of, receive
+from shoal.checkpoint.formats.parquet import open_parquet, write_parquet
 from shoal.checkpoint.job_state import Contents
 from shoal.checkpoint.loading import load
 from shoal.checkpoint.maintenance import verify

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -44,6 +45,22 @@ heavy = {{"torch", "numpy", "pyarrow", "hydra", "grpc", "yaml"}} & set(sys.modul
 assert not heavy, heavy
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_training_on_a_cpu_needs_no_triton(tmp_path: Path) -> None:
+    source = "{kind: synthetic, examples: 64, eval_examples: 64}"
+    (tmp_path / "run.yaml").write_text(f"data: {{source: {source}}}\n")
+    code = """
+import sys
+sys.modules["triton"] = None  # as where it is not installed
+from shoal.cli import main
+sys.argv = ["shoal", "train", "run.yaml"]
+main()
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
@@ -114,6 +131,16 @@ main()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == Exit.CRASH
     assert "never meant to be" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", ["--help", "examples", "train -h"])
+def test_who_stops_reading_breaks_nothing(arguments: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "shoal.cli", *arguments.split()]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (Exit.DONE, "")
 
 
 def test_the_page_has_every_exit_code() -> None:

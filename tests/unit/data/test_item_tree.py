@@ -161,12 +161,45 @@ def test_a_file_of_nodes(tmp_path: Path) -> None:
     table = {"item": list(names.values()), "parent": [parents[one] for one in names.values()]}
     pq.write_table(pa.table(table), path)
     recipe = Recipe(ids=(IdFeature(name="item"), IdFeature(name="user")), label="label")
-    made = ItemTree.open(str(path), TreeSettings(id="item", counts=(0, 1)), recipe)
+    made = ItemTree.open(TreeSettings(id="item", counts=(0, 1), nodes=str(path)), recipe)
     from shoal.ids import ids_of_text
 
     root, one, other = ids_of_text(pa.array(["root", "a", "b"])).tolist()
     assert sorted(made.children(np.array([root]))[1].tolist()) == sorted([one, other])
     assert made.sample(np.array([one]), (0, 0, 0)).ids_M.tolist() == [one, other]
+
+
+def test_a_tree_is_made_of_items_in_order(tmp_path: Path) -> None:
+    """Seven items by year, three to a node: the root -1 over -2, -3, -4."""
+    path = tmp_path / "items.parquet"
+    years = [3, 1, 2, 7, 6, 5, None]
+    pq.write_table(pa.table({"item": range(10, 17), "year": years, "kind": range(7)}), path)
+    recipe = Recipe(ids=(IdFeature(name="item"), IdFeature(name="kind")), label="label")
+    settings = TreeSettings(
+        id="item", counts=(0, 5), items=str(path), order="year", branch=3, attributes=("kind",)
+    )
+    made = ItemTree.open(settings, recipe)
+    parents, ids = made.children(np.array([-1, -2, -3, -4]))
+    below = {place: sorted(ids[parents == place].tolist()) for place in range(4)}
+    assert below == {0: [-4, -3, -2], 1: [11, 12, 16], 2: [10, 14, 15], 3: [13]}
+    found = made.sample(np.array([13]), (0, 0, 0))
+    # The root's children are three, so that two of them are all others; five of the leaves.
+    assert Counter(found.layers_M.tolist()) == {1: 3, 2: 6}
+    batch = TensorSource({"item": torch.tensor([13]), "kind": torch.tensor([9])}, torch.ones(1))
+    nodes = made.expanded(batch.take(torch.arange(1)), (0, 0, 0)).ids.to_lists()
+    kinds = {node[0]: kind for node, kind in zip(nodes["item"], nodes["kind"], strict=True)}
+    assert kinds[13] == [3]
+    assert kinds[-4] == []
+
+
+@pytest.mark.parametrize("branch", [2, 5])
+@pytest.mark.parametrize("size", [2, 5, 6, 26])
+def test_every_item_is_a_leaf_of_the_last_layer(size: int, branch: int) -> None:
+    items = TensorSource({"item": torch.arange(size)}, torch.zeros(size))
+    settings = TreeSettings(id="item", counts=(0, 1), branch=branch)
+    made = ItemTree.of_items(items, settings, rows=torch.arange(size))
+    leaves = made.beam_search(lambda rows, ids: np.zeros(rows.size), 1, size)
+    assert sorted(leaves.ids_M.tolist()) == list(range(size))
 
 
 @pytest.mark.parametrize(
@@ -194,6 +227,14 @@ def test_bad_settings_and_items_are_named() -> None:
         replace(SETTINGS, remain_ratio=1.5)
     with pytest.raises(ConfigError, match="layers of a tree"):
         replace(SETTINGS, layers="uniforn")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="branch of a tree: got 1"):
+        replace(SETTINGS, branch=1)
+    with pytest.raises(ConfigError, match="nodes and items of a tree: got a and b"):
+        replace(SETTINGS, nodes="a", items="b")
+    with pytest.raises(ConfigError, match="file of a tree: got none"):
+        ItemTree.open(SETTINGS, Recipe(ids=(IdFeature(name="item"),), label="y"))
+    with pytest.raises(DataError, match="items of a tree: got 1"):
+        ItemTree.of_items(nodes(IDS[:1]), SETTINGS, rows=torch.arange(1))
     for counts in ((0, 3, 3, 4), (0, 1, 3)):
         with pytest.raises(ConfigError, match=r"counts of a tree: got .* \[1, 3, 6, 12\] nodes"):
             tree(TreeSettings(id="item", counts=counts))
@@ -209,7 +250,7 @@ def test_parents_are_made_ids_as_nodes_are(tmp_path: Path, rule: Any) -> None:
     pq.write_table(pa.table({"item": range(7), "parent": [0, 0, 0, 1, 1, 2, 2]}), path)
     spec = FeatureSpec(name="item", kind=KINDS["id"](), ids=rule)
     recipe = Recipe(ids=(IdFeature(name="user"),), label="y", computed=FeatureSet((spec,)))
-    found = ItemTree.open(str(path), TreeSettings(id="item", counts=(0, 1, 1)), recipe)
+    found = ItemTree.open(TreeSettings(id="item", counts=(0, 1, 1), nodes=str(path)), recipe)
     ids = model_inputs(pq.read_table(path), replace(recipe, ids=()), "").ids["item"].values
     parents, children = found.children(ids[:3].numpy())
     assert parents.tolist() == [0, 0, 1, 1, 2, 2]

@@ -235,6 +235,15 @@ def test_bad_records_are_named_counted_and_left_out(sent: Sent, tmp_path: Path):
     assert {line["file"] for line in lines} == {f"{sent.topic}/2"}
     assert "in row 16 of" in next(line["reason"] for line in lines if line["row"] == 16)
     assert batches[-1].places is not None and batches[-1].places["2"] == (2 * len(bad), 0)
+    # Those that were read ahead of the first batch do not count at its end.
+    feed = sent.loader(5, quarantine=quarantine).feed
+    loader = StreamLoader(feed, 5, max_examples=10)
+    first = next(iter(loader))
+    assert first.places == {**first.places, "2": (10, 0)}
+    assert feed.left_out(first.places) == 5
+    feed.continues(7)
+    assert feed.left_out(first.places) == 12
+    assert quarantine.rows == len(bad) + 7
     strict = Quarantine(tmp_path / "strict.jsonl", most_rows=len(bad) - 1)
     with pytest.raises(DataError, match="bad rows of the data: got 18"):
         list(sent.loader(5, quarantine=strict))
@@ -287,6 +296,40 @@ def test_begin_latest_takes_what_comes_and_new_partitions_whole(sent: Sent):
     later = sent.loader(2, stream={"begin": "latest"}, max_examples=4)
     later.places = {"0": (2, 0), "1": (2, 0), "2": (2, 0)}  # "3" was not there
     assert sorted(users(list(later))) == [3, 7, 8, 9]
+
+
+def test_partitions_that_are_added_are_read(sent: Sent, monkeypatch: pytest.MonkeyPatch):
+    """Three ranks: the fourth partition is the first one's, and rank 2 begins with none."""
+    sent.send(*(as_json(n) for n in range(8)))
+    now, found = KafkaFeed._numbers, []
+
+    def numbers(feed: KafkaFeed, timeout_s: float) -> list[int]:
+        found.append(feed)
+        return [0, 1] if len(found) == 1 else now(feed, timeout_s)
+
+    silent: list[float] = [0, False, True, False]
+    monkeypatch.setattr("shoal.data.kafka._LOOK_S", 0.0)
+    monkeypatch.setattr(KafkaFeed, "_numbers", numbers)
+    for rank, wanted in enumerate([[0, 3, 4, 7], [1, 5], [2, 6]]):
+        found.clear()
+        # All that others take, which this test leaves out.
+        loader = sent.loader(6, share=RankShare(rank, 3), stream={"wait_s": 0.2, "idle_s": 3.0})
+        loader.agree = lambda mine, own=rank: [mine if n == own else silent for n in range(3)]
+        batches = list(loader)
+        assert sorted(users(batches)) == wanted
+        assert loader.places == {str(n): (2, 0) for n in range(rank, 4, 3)}
+
+
+def test_a_silent_stream_pauses_once_if_it_is_asked_to(sent: Sent):
+    sent.send(*(as_json(n) for n in range(4)))
+    loader = sent.loader(4, stream={"wait_s": 0.2, "idle_s": 2.0})
+    loader.asks_pause = lambda: True
+    batches = list(loader)
+    assert [batch.pauses for batch in batches][-1]
+    assert sum(batch.pauses for batch in batches) <= sum(not batch.pauses for batch in batches)
+    assert batches[-1].position == 4
+    assert batches[-1].places == loader.places
+    assert sorted(users(batches)) == [0, 1, 2, 3]
 
 
 def test_a_stream_ends_after_so_many_examples_or_when_told(sent: Sent):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from shoal.errors import ConfigError
 from shoal.models import (
     MODELS,
     DeepFMSettings,
+    HstuSettings,
     InBatchScores,
     InBatchSoftmax,
     Inputs,
@@ -166,3 +167,44 @@ def test_a_sampler_that_does_not_fit_the_model_is_refused() -> None:
         other.check_negatives(None)
         with pytest.raises(ConfigError, match=r"model that data\.sampler gives items to"):
             other.check_negatives(("item",))
+
+
+@pytest.mark.parametrize("loss", ["softmax", "sampled"])
+def test_hstu_compares_the_next_item_with_sampled_ones(loss: Loss) -> None:
+    """Scores in training are those of its vectors; histories end before the sampled items."""
+    torch.manual_seed(0)
+    inputs = Inputs(0, 3, 4, names=("user", "item", "cate"), sequences=("a", "b"), length=6)
+    spec = HstuSettings(target=("item", "cate"), head="next_item", loss=loss, width=8, blocks=1)
+    net = spec.build(inputs)
+    sampled = NEGATIVES.size
+    embeddings = torch.randn(B + sampled, 3, 4)
+    steps = torch.cat([torch.randn(B, 2, 6, 4), torch.zeros(sampled, 2, 6, 4)])
+    lengths = torch.tensor([[3, 3], [6, 6], [0, 0]] + [[0, 0]] * sampled)
+    got = net(None, embeddings, None, steps, lengths, IDS, NEGATIVES)
+    users, _ = net(None, embeddings[:B], None, steps[:B], lengths[:B], vectors=True)
+    # As many examples as items, so that each item's vector comes out.
+    none = torch.zeros(B + sampled, 2, 6, 4), torch.zeros(B + sampled, 2, dtype=torch.int64)
+    _, items = net(None, embeddings, None, *none, vectors=True)
+    scores = InBatchScores(spec.temperature, pairs=loss == "softmax")
+    torch.testing.assert_close(got, scores(users, items, IDS, NEGATIVES))
+    assert got.shape == (B, B + N + 2 if loss == "softmax" else 1 + N + 2)
+    own = net.eval()(None, embeddings[:B], None, steps[:B], lengths[:B])
+    torch.testing.assert_close(own, (users * items[:B]).sum(1) / spec.temperature)
+
+
+@pytest.mark.parametrize(
+    ("settings", "features", "message"),
+    [
+        ({"loss": "sampled"}, None, "got no data.sampler"),
+        ({"loss": "sampled", "log_q": True}, ("item", "cate"), "got log_q"),
+        ({}, ("cate", "item"), "got id 'cate'"),
+        ({}, ("item",), "got id 'item', attributes"),
+        ({"head": "ctr"}, ("item", "cate"), "got hstu"),
+    ],
+)
+def test_hstu_refuses_items_that_do_not_fit(
+    settings: dict[str, Any], features: tuple[str, ...] | None, message: str
+) -> None:
+    spec = HstuSettings(**{"target": ("item", "cate"), "head": "next_item", **settings})
+    with pytest.raises(ConfigError, match=message):
+        spec.check_negatives(features)

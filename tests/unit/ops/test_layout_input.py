@@ -39,14 +39,19 @@ BAD_VALUES = {
         "cell_splits_C1",
         (2,),
         1,
-        r"cell_splits_C1\[2\]: got 1; allowed: at least 3",
+        r"cell_splits_C1: offset 2: got 1; allowed: 3 to 11",
     ),
-    "negative splits": ("cell_splits_C1", (0,), -1, r"cell_splits_C1\[0\]: got -1; allowed: 0"),
+    "negative splits": (
+        "cell_splits_C1",
+        (0,),
+        -1,
+        "cell_splits_C1: first offset: got -1; allowed: 0",
+    ),
     "splits that end early": (
         "cell_splits_C1",
         (-1,),
         10,
-        r"cell_splits_C1\[-1\]: got 10; allowed: 11",
+        "cell_splits_C1: number of rows: got 11; allowed: 10, the last offset",
     ),
     "cells that do not exist": ("cells_RF", (0, 0, 0), 10, "feature 0 .*got 3 from cell 10"),
     "too few cells": (

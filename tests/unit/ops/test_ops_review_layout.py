@@ -83,7 +83,7 @@ def test_layout_offsets_that_overflow(impl: Implementation, splits: list[int], f
         (2,),
     ).to(impl.device)
     rows_UD = torch.ones(4, 2, device=impl.device)
-    words = r"cell_splits_C1\[2\]" if first == 0 else "cells of feature 0"
+    words = "cell_splits_C1: offset 2" if first == 0 else "cells of feature 0"
     with bounds_checks(), pytest.raises(InputError, match=words):
         impl.fused_embedding_to_layout([rows_UD], index, CONFIGS)
 

@@ -23,7 +23,7 @@ from rich.console import Console
 from shoal import config, train
 from shoal.checkpoint import CheckpointStore
 from shoal.data import StreamLoader
-from shoal.errors import ConfigError, InputError
+from shoal.errors import ConfigError, DataError, InputError
 from shoal.models.tasks import sampled_logits
 from support.brokers import Brokers
 
@@ -199,6 +199,40 @@ def test_the_config_of_the_page_trains_publishes_and_names_bad_records(
     assert json.loads(line)["file"] == "page/0"
     # The same command finds nothing left to do.
     assert run(settings).steps == result.steps
+
+
+@pytest.mark.slow
+def test_a_pipeline_saves_its_last_steps_while_a_stream_is_silent(settings: dict[str, Any]):
+    """It has begun with batches that nothing follows; the end of the run saves nothing."""
+    settings["data"]["source"]["stream"] |= {"wait_s": 1.0, "idle_s": 8.0}
+    settings["checkpoint"] = {"every_s": 1.0}
+    settings["distributed"] = {"staleness": 1}
+    settings["output"]["save_model"] = False
+    result = run(settings)
+    assert result.examples == EXAMPLES
+    newest = CheckpointStore(str(result.folder / "checkpoints")).latest()
+    assert newest is not None and newest.step == result.steps
+
+
+@pytest.mark.slow
+def test_bad_records_of_before_a_resume_count(settings: dict[str, Any], tmp_path: Path):
+    with_bad = Brokers()
+    for n in range(EXAMPLES):
+        value = b"?" if n in (0, 1, EXAMPLES - 2, EXAMPLES - 1) else json.dumps(example(n)).encode()
+        with_bad.send("clicks", value, 0)
+    with_bad.flush()
+    settings["data"]["source"]["stream"]["servers"] = list(with_bad.servers)
+    settings = with_data(
+        settings,
+        max_examples=EXAMPLES,
+        quarantine={"path": str(tmp_path / "bad.jsonl"), "most_rows": 3},
+    )
+    with pytest.raises(InputError, match="a stop"):
+        run(settings, Step(10, fails))
+    (folder,) = (tmp_path / "runs").iterdir()
+    with pytest.raises(DataError, match="bad rows of the data: got 4"):
+        run(settings, resume=str(folder))
+    with_bad.stop()
 
 
 @pytest.mark.slow

@@ -18,9 +18,9 @@ from shoal.checkpoint.row_files import Columns, RowLayout, sketch_path, write_wh
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import CheckpointStore
 from shoal.checkpoint.table_match import saved_table
-from shoal.checkpoint.writing_plan import TableRows, bits_for, write_tables
+from shoal.checkpoint.writing_plan import TableRows, bits_for, bounds, histogram, write_tables
 from shoal.errors import CheckpointError, DataError
-from shoal.placement import hash_ids
+from shoal.placement import hash_ids, sort_key
 from shoal.table.rows import REAL_DTYPES, WEIGHT_DTYPES, real_dtype
 from shoal.table.shard import HASHES, LAST_VERSION
 from shoal.table.spec import TableSpec
@@ -136,7 +136,7 @@ class CollectedRows:
         self._waiting: list[list[_Array]] = [[] for _ in self._forms]
         self._bytes = [0] * len(self._forms)
         self._latest = [1] * len(self._forms)
-        # Of each run its hashes, and its rows or the file that they are in.
+        # Of each run its sort keys, and its rows or the file that they are in.
         self._runs: list[list[tuple[_Array, _Array | Path]]] = [[] for _ in self._forms]
         self._folder = tempfile.TemporaryDirectory(prefix="shoal-import-")
 
@@ -161,7 +161,7 @@ class CollectedRows:
         form, dtype = self._forms[table], self._dtypes[table]
         self._check(form, entries)
         rows = np.empty(entries.ids.numel(), dtype=dtype)
-        rows["h"] = hash_ids(form.table.hash_name, entries.ids).numpy().view(np.uint64)
+        rows["h"] = sort_key(hash_ids(form.table.hash_name, entries.ids)).numpy()
         rows["id"] = entries.ids.numpy()
         defaults = {"version": 1, "last_seen_s": self._last_seen_s, "count": 1}
         given = (entries.versions, entries.last_seen_s, entries.counts)
@@ -193,7 +193,7 @@ class CollectedRows:
 
     def rows(self, table: int) -> int:
         """Rows of a table."""
-        return sum(len(hashes) for hashes, _ in self._runs[table])
+        return sum(len(keys) for keys, _ in self._runs[table])
 
     def latest(self, table: int) -> int:
         """The largest version of a row, 1 or more."""
@@ -201,13 +201,11 @@ class CollectedRows:
 
     def histogram(self, table: int, bits: int) -> Tensor:
         """Rows by the top bits of their hash: int64 [2^bits]."""
-        counts = np.zeros(1 << bits, dtype=np.int64)
-        for hashes, _ in self._runs[table]:
-            for start in range(0, len(hashes), 1 << 20):
-                piece = hashes[start : start + (1 << 20)]
-                top = piece >> np.uint64(64 - bits) if bits else np.zeros_like(piece)
-                counts += np.bincount(top.astype(np.int64), minlength=1 << bits)
-        return torch.from_numpy(counts)
+        counts = torch.zeros(1 << bits, dtype=torch.int64, device="cpu")
+        for keys, _ in self._runs[table]:
+            for piece in torch.split(torch.from_numpy(keys), 1 << 20):
+                counts += histogram(piece, bits)
+        return counts
 
     def read(self, table: int, start: int, stop: int) -> Columns:
         """Rows with start <= h < stop, ordered by h."""
@@ -224,8 +222,8 @@ class CollectedRows:
 
     def _merged(self, table: int, start: int, stop: int) -> _Array:
         found = [np.empty(0, dtype=self._dtypes[table])]
-        for hashes, rows in self._runs[table]:
-            low, high = _between(hashes, start, stop)
+        for keys, rows in self._runs[table]:
+            low, high = bounds(torch.from_numpy(keys), start, stop)
             if low < high:
                 found.append(self._of_run(table, rows, low, high))
         merged = np.concatenate(found)
@@ -246,7 +244,7 @@ class CollectedRows:
         rows = self._sorted(table)
         stem = Path(self._folder.name) / f"{table}-{len(self._runs[table])}"
         try:
-            rows["h"].tofile(f"{stem}.hashes")
+            rows["h"].tofile(f"{stem}.keys")
             rows.tofile(f"{stem}.rows")
         except OSError as error:
             raise CheckpointError(
@@ -255,7 +253,7 @@ class CollectedRows:
                 allowed="room for the weights and state of all rows",
                 remedy="Set TMPDIR to a folder with more room.",
             ) from error
-        mapped = np.memmap(f"{stem}.hashes", dtype=np.uint64, mode="r")
+        mapped = np.memmap(f"{stem}.keys", dtype=np.int64, mode="c")
         self._runs[table].append((mapped, Path(f"{stem}.rows")))
 
     def _check(self, form: TableForm, entries: Entries) -> None:
@@ -284,12 +282,13 @@ class CollectedRows:
         for piece in range(_PIECES):
             start, stop = piece * width, (piece + 1) * width
             runs = [
-                hashes[slice(*_between(hashes, start, stop))] for hashes, _ in self._runs[table]
+                keys[slice(*bounds(torch.from_numpy(keys), start, stop))]
+                for keys, _ in self._runs[table]
             ]
-            ordered = np.sort(np.concatenate(runs)) if runs else np.empty(0, dtype=np.uint64)
+            ordered = np.sort(np.concatenate(runs)) if runs else np.empty(0, dtype=np.int64)
             again = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
             count += len(again)
-            named = again[: 5 - len(twice)].tolist()
+            named = (key + (HASHES >> 1) for key in again[: 5 - len(twice)].tolist())
             twice.extend(int(self._merged(table, h, h + 1)["id"][0]) for h in named)
         if count:
             more = f" and {count - len(twice)} more" if count > len(twice) else ""
@@ -304,7 +303,7 @@ class CollectedRows:
 def _record(form: TableForm) -> np.dtype[Any]:
     weights = {"float32": "f4", "float16": "f2", "bfloat16": "i2", "float64": "f8"}
     table = form.table
-    fields: list[tuple[Any, ...]] = [("h", "u8"), ("id", "i8"), ("version", "u4")]
+    fields: list[tuple[Any, ...]] = [("h", "i8"), ("id", "i8"), ("version", "u4")]
     fields += [("last_seen_s", "u4"), ("count", "u4")]
     fields += [("weights", weights[table.dtype], (table.dim,))]
     if table.state_width:
@@ -326,12 +325,6 @@ def _stored(table: SavedTable, entries: Entries) -> Any:
             "Choose a wider dtype.",
         )
     return (stored.view(torch.int16) if table.dtype == "bfloat16" else stored).numpy()
-
-
-def _between(hashes: _Array, start: int, stop: int) -> tuple[int, int]:
-    low = int(np.searchsorted(hashes, np.uint64(start))) if start else 0
-    high = len(hashes) if stop >= HASHES else int(np.searchsorted(hashes, np.uint64(stop)))
-    return low, high
 
 
 def receive(

@@ -113,7 +113,11 @@ def node_environment(
         "BYTEPS_LOCAL_SIZE": str(local_size),
         "BYTEPS_SOCKET_PATH": str(socket_folder),
     }
-    variables |= _partition_bytes(environ, size)
+    bytes_by_name = {
+        "BYTEPS_P2P_PARTITION_BYTES": _BUFFER_BYTES // size,
+        "BYTEPS_PARTITION_BYTES": 1_024_000 if size < _MANY_RANKS else 512_000,
+    }
+    variables |= {name: environ.get(name) or str(value) for name, value in bytes_by_name.items()}
     variables |= _mapped(environ, nic, variables)
     return NodeEnvironment(
         uuid=uuid,
@@ -216,15 +220,6 @@ def _nic(environ: Mapping[str, str], local_rank: int) -> tuple[str, dict[str, st
     every_nic = choice(environ, "BYTEPS_WITH_ALL_NICS", 0)
     bound["UCX_NET_DEVICES"] = _ALL_NICS if every_nic else f"mlx5_{number}:1"
     return f"eth{number}", bound
-
-
-def _partition_bytes(environ: Mapping[str, str], size: int) -> dict[str, str]:
-    return {
-        "BYTEPS_P2P_PARTITION_BYTES": environ.get("BYTEPS_P2P_PARTITION_BYTES")
-        or str(_BUFFER_BYTES // size),
-        "BYTEPS_PARTITION_BYTES": environ.get("BYTEPS_PARTITION_BYTES")
-        or str(1_024_000 if size < _MANY_RANKS else 512_000),
-    }
 
 
 def _mapped(

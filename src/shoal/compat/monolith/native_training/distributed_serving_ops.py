@@ -37,7 +37,6 @@ _CHANNEL_BYTES = 32 << 20
 _TIMEOUT_MS = 3000
 _KEEP = 64  # parts of a table's touched ids before duplicates among them are dropped
 _Ids = dict[str, Tensor]
-_Delta = PushRequest.DeltaEmbeddingHashTable
 
 
 class _Touched:
