@@ -270,7 +270,8 @@ class Learner:
             the logits [B] (or [B, T]) of each batch, as they were before the step; detached, on
             the run's device, which is not waited for.
         """
-        self.model.train()
+        if not self.model.training:
+            self.model.train()
         # Of a window that weighs nothing the loss is 0, and so are gradients.
         total = sum(window_weight(batch) for batch in window) or 1.0
         seen: list[Tensor] = []
