@@ -152,6 +152,7 @@ class Saver:
         except CollectiveFailed:
             raise
         except (ShoalError, MemoryError) as error:  # on every rank, if not of one class
+            self._begun = -1
             self._count(error)
         if not self._settings.background:
             self._end()
