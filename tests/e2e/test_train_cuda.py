@@ -89,6 +89,8 @@ def test_other_ways_to_step(tmp_path: Path, more: tuple[str, ...]):
     assert "device: auto" in (result.folder / "config.yaml").read_text()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     "more",
     [

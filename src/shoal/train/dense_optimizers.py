@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
@@ -114,8 +115,21 @@ def _fuses(kind: str, weights: Sequence[nn.Parameter]) -> bool:
     """Whether torch has a fused step: of weights that FSDP2 splits for Adam only."""
     if any(isinstance(weight, DTensor) for weight in weights):
         return kind in ("adam", "adamw")
-    devices = {weight.device.type.upper() for weight in weights}
-    return kind in ("adam", "adamw", "sgd", "adagrad") and all(
-        torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::_fused_{kind}_", device)
-        for device in devices
-    )
+    return all(has_fused(kind, weight.device) for weight in weights)
+
+
+@functools.cache
+def has_fused(kind: str, device: torch.device) -> bool:
+    """Whether this torch has a fused step of an optimizer there; one of a number is tried.
+
+    Versions differ in what they refuse, and where they have kernels.
+    """
+    if "fused" not in inspect.signature(_KINDS[kind]).parameters:
+        return False
+    number = nn.Parameter(torch.zeros(1, device=device))
+    number.grad = torch.zeros_like(number)
+    try:
+        _KINDS[kind]([number], fused=True).step()
+    except RuntimeError:
+        return False
+    return True
