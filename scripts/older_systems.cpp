@@ -54,9 +54,11 @@ int pthread_cond_clockwait(pthread_cond_t* changed, pthread_mutex_t* mutex, cloc
   return pthread_cond_timedwait(changed, mutex, &wall);
 }
 
-// Functions of libstdc++ since its first version; what headers have inline calls the two below.
-void copy_of_old(void* to, const void* from) __asm__("_ZNSt15__exception_ptr13exception_ptrC1ERKS0_");
-void end_of_old(void* one) __asm__("_ZNSt15__exception_ptr13exception_ptrD1Ev");
+// libstdc++'s own, by version: what the core has inline of that name calls the two below.
+__asm__(".symver copy_of_old, _ZNSt15__exception_ptr13exception_ptrC1ERKS0_@CXXABI_1.3.3");
+__asm__(".symver end_of_old, _ZNSt15__exception_ptr13exception_ptrD1Ev@CXXABI_1.3.3");
+void copy_of_old(void* to, const void* from);
+void end_of_old(void* one);
 }  // extern "C"
 
 namespace std {

@@ -24,6 +24,15 @@ ROOT = Path(__file__).parents[1]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 BUILD_TOOLS = ("scikit-build-core", "nanobind", "cmake", "ninja")
 PINNED = ("-c", ROOT / "constraints.txt")
+# An error of the core arrives in Python: it crosses libstdc++, and part of it may be the wheel's.
+ERROR_OF_THE_CORE = """
+from shoal import Segment, Table, TableSpec, errors
+table = Table(TableSpec(name="t", segments=(Segment(dim=2),), capacity_rows=1))
+try:
+    table.assign([1, 2], [[0.0, 0.0]] * 2)
+except errors.TableFull:
+    print("caught")
+"""
 
 
 def run(*command: str | Path, **variables: str) -> str:
@@ -95,8 +104,10 @@ def interpreter(version: str) -> str | None:
 def try_out(python: str, package: Path) -> None:
     """Install a package in a clean venv, and run what a newcomer runs first."""
     with tempfile.TemporaryDirectory() as temporary:
-        shoal = venv(python, Path(temporary), package) / "shoal"
+        programs = venv(python, Path(temporary), package)
+        shoal = programs / "shoal"
         print(run(shoal, "--version").strip())
+        assert run(programs / "python", "-c", ERROR_OF_THE_CORE) == "caught\n"
         run(shoal, "examples", "flights", temporary)
         config = Path(temporary) / "flights.yaml"
         few = ("data.max_examples=2000", "eval.max_examples=500", f"output.dir={temporary}/runs")
