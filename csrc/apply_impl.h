@@ -28,13 +28,6 @@ inline std::uint32_t bag_at(const Source& source, const Items& items, std::uint3
   return items.bags == nullptr ? e - source.item_start : items.bags[e];
 }
 
-template <class T>
-inline const T* direct_grad(const ApplyJob& job, const Items& items, std::uint32_t e) {
-  const Source& source = source_at(job, items, e);
-  return reinterpret_cast<const T*>(source.direct +
-                                    bag_at(source, items, e) * source.direct_stride);
-}
-
 // Adds what item e contributes to its row, whatever the pooling, weights and slices.
 template <class T>
 inline void add_item(const ApplyJob& job, const Items& items, std::uint32_t e, T* acc) {
@@ -68,74 +61,145 @@ inline std::int64_t occurrences_of(const ApplyJob& job, const Items& items, std:
   return source.counts == nullptr ? 1 : source.counts[source.first + (e - source.item_start)];
 }
 
-// Lists the part's rows with their gradients, summed where several items have the row; returns how
-// many. A row with one item keeps pointing at the caller's gradient when that is read in place.
-template <class T, bool kInPlace>
-std::uint32_t group_rows(const ApplyJob& job, const Items items, const ApplyScratch s) {
+// The version of item k's row; of no row, `none`.
+__attribute__((always_inline)) inline std::uint32_t* touch_version(const RowView& v,
+                                                                   const Items& items,
+                                                                   std::uint32_t k,
+                                                                   std::uint32_t* none) {
+  const std::int32_t row = items.rows[item_at(items, k)];
+  std::uint32_t* at = row < 0 ? none : &row_version(v, static_cast<std::uint32_t>(row));
+  __builtin_prefetch(at, 1, 2);
+  return at;
+}
+
+// Calls met(k, u) for each item k of a row, with the row's place in the list; new rows are listed
+// first, by fresh(k, u). Returns how many rows there are.
+template <class Fresh, class Met>
+__attribute__((always_inline)) inline std::uint32_t number_rows(const ApplyJob& job,
+                                                                const Items items,
+                                                                const ApplyScratch s,
+                                                                const Fresh& fresh,
+                                                                const Met& met) {
   const RowView v = job.table.rows;
-  const int d = v.dim;
-  const bool counted = job.counted;
   std::uint32_t* ring[kAhead];
-  std::uint32_t none = 0;
-  char* next_sum = s.sums;
-  std::uint32_t unique = 0;
-  const auto enter = [&](std::uint32_t k) {
-    const std::int32_t row = items.rows[item_at(items, k)];
-    std::uint32_t* at = row < 0 ? &none : &row_version(v, static_cast<std::uint32_t>(row));
-    __builtin_prefetch(at, 1, 2);
-    ring[k % kAhead] = at;
-  };
-  for (std::uint32_t k = 0; k < kAhead && k < items.n; ++k) enter(k);
+  std::uint32_t none = 0, unique = 0;
+  for (std::uint32_t k = 0; k < kAhead && k < items.n; ++k) {
+    ring[k] = touch_version(v, items, k, &none);
+  }
   for (std::uint32_t k = 0; k < items.n; ++k) {
     std::uint32_t* const version = ring[k % kAhead];
-    if (k + kAhead < items.n) enter(k + kAhead);
-    if (kInPlace && k + kGradsAhead < items.n) {  // an item of a row met before will read both
-      const std::uint32_t ahead = item_at(items, k + kGradsAhead);
-      const std::uint32_t met = *ring[(k + kGradsAhead) % kAhead];
-      if (met < unique && s.rows[met] == items.rows[ahead]) {
-        prefetch_row(s.grads[met], static_cast<std::size_t>(d) * sizeof(T));
-        prefetch_row(direct_grad<T>(job, items, ahead), static_cast<std::size_t>(d) * sizeof(T));
-      }
-    }
-    const std::uint32_t e = item_at(items, k);
-    const std::int32_t row = items.rows[e];
+    if (k + kAhead < items.n) ring[k % kAhead] = touch_version(v, items, k + kAhead, &none);
+    const std::int32_t row = items.rows[item_at(items, k)];
     if (row < 0) continue;
-    const std::int64_t occurrences = counted ? occurrences_of(job, items, e) : 1;
-    const std::uint32_t u = *version;
-    if (u < unique && s.rows[u] == row) {
-      T* acc = static_cast<T*>(const_cast<void*>(s.grads[u]));
-      if constexpr (kInPlace) {
-        const T* const sum = acc;
-        const T* const g = direct_grad<T>(job, items, e);
-        if (reinterpret_cast<char*>(acc) < s.sums || reinterpret_cast<char*>(acc) >= next_sum) {
-          s.grads[u] = acc = reinterpret_cast<T*>(next_sum);
-          next_sum += s.sum_stride;
-        }
-#pragma GCC ivdep
-        for (int i = 0; i < d; ++i) acc[i] = sum[i] + g[i];
-      } else {
-        add_item(job, items, e, acc);
-      }
-      s.counts[u] += occurrences;
-      continue;
+    std::uint32_t u = *version;
+    if (u >= unique || s.rows[u] != row) {
+      s.rows[unique] = row;
+      s.versions[unique] = u;
+      *version = u = unique++;
+      fresh(k, u);
     }
-    s.rows[unique] = row;
-    s.versions[unique] = u;
-    s.heads[unique] = e;
-    s.counts[unique] = occurrences;
-    if constexpr (kInPlace) {
-      s.grads[unique] = direct_grad<T>(job, items, e);
-    } else {
-      T* acc = reinterpret_cast<T*>(next_sum);
-      next_sum += s.sum_stride;
-      for (int i = 0; i < d; ++i) acc[i] = 0;
-      add_item(job, items, e, acc);
-      s.grads[unique] = acc;
-    }
-    *version = unique++;
+    met(k, u);
   }
   return unique;
 }
+
+// Lists the part's rows, and sums their gradients in scratch; returns how many.
+template <class T>
+std::uint32_t sum_rows(const ApplyJob& job, const Items items, const ApplyScratch s) {
+  const int d = job.table.rows.dim;
+  const auto sum = [&](std::uint32_t u) {
+    return reinterpret_cast<T*>(s.sums + std::size_t{u} * s.sum_stride);
+  };
+  const auto fresh = [&](std::uint32_t k, std::uint32_t u) {
+    s.heads[u] = item_at(items, k);
+    s.counts[u] = 0;
+    std::fill_n(sum(u), d, T(0));
+  };
+  return number_rows(job, items, s, fresh, [&](std::uint32_t k, std::uint32_t u) {
+    const std::uint32_t e = item_at(items, k);
+    add_item(job, items, e, sum(u));
+    s.counts[u] += occurrences_of(job, items, e);
+  });
+}
+
+// Lists the part's rows, and their items row by row; returns how many rows.
+inline std::uint32_t sort_rows(const ApplyJob& job, const Items items, const ApplyScratch s) {
+  const std::uint32_t unique = number_rows(
+      job, items, s, [&](std::uint32_t, std::uint32_t u) { s.stops[u] = 0; },
+      [&](std::uint32_t k, std::uint32_t u) {
+        s.numbers[k] = u;
+        ++s.stops[u];
+      });
+  std::uint32_t at = 0;
+  for (std::uint32_t u = 0; u < unique; ++u) at += std::exchange(s.stops[u], at);
+  for (std::uint32_t k = 0; k < items.n; ++k) {
+    const std::uint32_t e = item_at(items, k);
+    if (items.rows[e] >= 0) s.sorted[s.stops[s.numbers[k]]++] = e;
+  }
+  return unique;
+}
+
+// Gradients of listed rows: summed when their row's turn comes, or before.
+template <class T>
+struct RowGrads {
+  const ApplyJob& job;
+  const Source* sources;  // the job's, or one of sums
+  const Items items;
+  const ApplyScratch s;
+  const std::uint32_t n;  // items of all rows
+  const std::size_t bytes;
+
+  std::uint32_t start(std::uint32_t u) const { return u == 0 ? 0 : s.stops[u - 1]; }
+  const T* place(std::uint32_t i) const {
+    const std::uint32_t e = s.sorted[i];
+    const Source& source = sources[items.sources == nullptr ? 0 : items.sources[e]];
+    return reinterpret_cast<const T*>(source.direct +
+                                      bag_at(source, items, e) * source.direct_stride);
+  }
+  __attribute__((always_inline)) const T* item(std::uint32_t i) const {
+    if (i + kGradsAhead < n) prefetch_row(place(i + kGradsAhead), bytes);
+    return place(i);
+  }
+  // Sums kLines cache lines of the items' gradients from byte `at` on, one after the other.
+  template <int kLines>
+  __attribute__((always_inline)) void sum_lines(std::uint32_t first, std::uint32_t stop,
+                                                std::size_t at) const {
+    typedef T Vector __attribute__((vector_size(64), aligned(sizeof(T)), may_alias));
+    const auto line = [at](const T* g, int k) -> const Vector& {
+      return reinterpret_cast<const Vector*>(reinterpret_cast<const char*>(g) + at)[k];
+    };
+    Vector sums[kLines];
+    for (int k = 0; k < kLines; ++k) sums[k] = line(place(first), k);
+    for (std::uint32_t i = first + 1; i < stop; ++i) {
+      const T* const g = at == 0 ? item(i) : place(i);
+      for (int k = 0; k < kLines; ++k) sums[k] += line(g, k);
+    }
+    for (int k = 0; k < kLines; ++k) reinterpret_cast<Vector*>(s.temp + at)[k] = sums[k];
+  }
+  // The gradient of a row with one item where it lies.
+  T* at(std::uint32_t u) const {
+    const std::uint32_t first = start(u), stop = s.stops[u];
+    const T* const only = item(first);
+    if (stop == first + 1) return const_cast<T*>(only);
+    std::size_t at = 0;
+    for (; at + 256 <= bytes; at += 256) sum_lines<4>(first, stop, at);
+    for (; at + 64 <= bytes; at += 64) sum_lines<1>(first, stop, at);
+    T* const sum = reinterpret_cast<T*>(s.temp);
+    for (std::size_t k = at / sizeof(T); k < bytes / sizeof(T); ++k) {
+      sum[k] = only[k];
+      for (std::uint32_t i = first + 1; i < stop; ++i) sum[k] += place(i)[k];
+    }
+    return sum;
+  }
+  std::int64_t count(std::uint32_t u) const {
+    if (!job.in_place) return s.counts[u];
+    const std::uint32_t first = start(u), stop = s.stops[u];
+    if (!job.counted) return stop - first;
+    std::int64_t total = 0;
+    for (std::uint32_t i = first; i < stop; ++i) total += occurrences_of(job, items, s.sorted[i]);
+    return total;
+  }
+};
 
 // Applies the policy to a summed gradient; false leaves the row alone.
 template <class T>
@@ -188,14 +252,15 @@ inline void stamp(const StepParams& step, const RowPlace& place, std::int64_t co
   *place.seen = seen;
 }
 
-// Runs body(u, place) for every row of the list, rows on their way kAhead before.
+// Runs body(u, place, gradient) for every row of the list, rows on their way kAhead before.
 template <class T, class Body>
 __attribute__((always_inline)) inline void each_row(const ApplyJob& job, const ApplyScratch s,
-                                                    std::uint32_t unique, const Body& body) {
+                                                    std::uint32_t unique,
+                                                    const RowGrads<T>& grads,
+                                                    const Body& body) {
   const RowView v = job.table.rows;
   const std::size_t weight_bytes = row_size(v);
   const std::size_t state_bytes = static_cast<std::size_t>(v.state_width) * sizeof(T);
-  const std::size_t grad_bytes = static_cast<std::size_t>(v.dim) * sizeof(T);
   RowPlace ring[kAhead];
   for (std::uint32_t u = 0; u < kAhead && u < unique; ++u) {
     ring[u] = place_row(v, s.rows[u], weight_bytes, state_bytes);
@@ -205,25 +270,22 @@ __attribute__((always_inline)) inline void each_row(const ApplyJob& job, const A
     if (u + kAhead < unique) {
       ring[u % kAhead] = place_row(v, s.rows[u + kAhead], weight_bytes, state_bytes);
     }
-    if (u + kGradsAhead < unique) {
-      prefetch_row(static_cast<const char*>(s.grads[u + kGradsAhead]), grad_bytes);
-    }
-    body(u, place);
+    body(u, place, grads.at(u));
   }
 }
 
 // One segment of fp32 or fp64 columns, gradients as they are: what most tables are.
 template <class T, StepFunction<T> kStep>
-void step_plain_rows(const ApplyJob& job, const ApplyScratch s, std::uint32_t unique) {
+void step_plain_rows(const ApplyJob& job, const ApplyScratch s, std::uint32_t unique,
+                     const RowGrads<T>& grads) {
   const RuleConstants<T> constants(job.table.segments[0].rule);
   const StepParams step = job.step;
   const T lr = static_cast<T>(job.lrs[0]);
   const int d = job.table.rows.dim;
-  each_row<T>(job, s, unique, [&](std::uint32_t u, const RowPlace& place) {
+  each_row<T>(job, s, unique, grads, [&](std::uint32_t u, const RowPlace& place, const T* g) {
     kStep(RuleStep<T>{constants.params, reinterpret_cast<T*>(place.weights),
-                      reinterpret_cast<T*>(place.state), static_cast<const T*>(s.grads[u]), d, lr,
-                      step.global_step});
-    stamp(step, place, s.counts[u]);
+                      reinterpret_cast<T*>(place.state), g, d, lr, step.global_step});
+    stamp(step, place, grads.count(u));
   });
 }
 
@@ -267,12 +329,11 @@ void step_any_row(const ApplyJob& job, std::uint32_t row, const RowPlace& place,
 
 template <class T>
 std::int64_t step_any_rows(const ApplyJob& job, const Items& items, const ApplyScratch& s,
-                           std::uint32_t unique) {
+                           std::uint32_t unique, const RowGrads<T>& grads) {
   const int d = job.table.rows.dim;
   std::int64_t skipped = 0;
-  each_row<T>(job, s, unique, [&](std::uint32_t u, const RowPlace& place) {
-    // Never the caller's: only a job whose rules just read gradients reads them in place.
-    T* g = static_cast<T*>(const_cast<void*>(s.grads[u]));
+  // Never the caller's g changes: only a job whose rules just read gradients reads them in place.
+  each_row<T>(job, s, unique, grads, [&](std::uint32_t u, const RowPlace& place, T* g) {
     if (job.step.nan_policy != 0 && !accept(job.step, g, d)) {
       *place.version = s.versions[u];
       ++skipped;
@@ -281,14 +342,18 @@ std::int64_t step_any_rows(const ApplyJob& job, const Items& items, const ApplyS
     if (job.keeper.keep != nullptr && job.step.nan_policy != 0) {
       job.keeper.keep(job.keeper.context, job.table.rows, s.rows + u, s.versions + u, 1);
     }
-    const Source& source = source_at(job, items, s.heads[u]);
-    const T* seen = source.seen == nullptr
-                        ? nullptr
-                        : static_cast<const T*>(source.seen) +
-                              static_cast<std::int64_t>(s.heads[u] - source.item_start) * d;
+    const T* seen = nullptr;
+    if (!job.in_place) {
+      const std::uint32_t head = s.heads[u];
+      const Source& source = source_at(job, items, head);
+      if (source.seen != nullptr) {
+        seen = static_cast<const T*>(source.seen) +
+               static_cast<std::int64_t>(head - source.item_start) * d;
+      }
+    }
     step_any_row(job, static_cast<std::uint32_t>(s.rows[u]), place, g,
                  reinterpret_cast<T*>(s.temp), seen);
-    stamp(job.step, place, s.counts[u]);
+    stamp(job.step, place, grads.count(u));
   });
   return skipped;
 }
@@ -296,7 +361,7 @@ std::int64_t step_any_rows(const ApplyJob& job, const Items& items, const ApplyS
 template <class T>
 std::int64_t apply_typed(const ApplyJob& job, const Items& items, const ApplyScratch& s) {
   const std::uint32_t unique =
-      job.in_place ? group_rows<T, true>(job, items, s) : group_rows<T, false>(job, items, s);
+      job.in_place ? sort_rows(job, items, s) : sum_rows<T>(job, items, s);
   // Apart from the steps, where it cost 8 % of those of 16 columns; here it costs 1 %. A row that is
   // skipped below raises its maximum too, which only has it looked at.
   for (std::uint32_t u = 0; u < unique; ++u) {
@@ -307,18 +372,29 @@ std::int64_t apply_typed(const ApplyJob& job, const Items& items, const ApplyScr
   if (job.keeper.keep != nullptr && job.step.nan_policy == 0) {
     job.keeper.keep(job.keeper.context, job.table.rows, s.rows, s.versions, unique);
   }
+  Source sums{};
+  sums.direct = s.sums;
+  sums.direct_stride = static_cast<std::int64_t>(s.sum_stride);
+  const Items listed{s.rows, nullptr, nullptr, nullptr, unique};
+  for (std::uint32_t u = 0; !job.in_place && u < unique; ++u) {
+    s.sorted[u] = u;
+    s.stops[u] = u + 1;
+  }
+  const RowGrads<T> grads{job, job.in_place ? job.sources : &sums, job.in_place ? items : listed, s,
+                          unique == 0 ? 0 : s.stops[unique - 1],
+                          static_cast<std::size_t>(job.table.rows.dim) * sizeof(T)};
   const bool compensated = job.table.segments[0].rule.delay_compensated;
   if (!job.table.plain || job.table.n_segments != 1 || compensated || job.step.nan_policy != 0) {
-    return step_any_rows<T>(job, items, s, unique);
+    return step_any_rows<T>(job, items, s, unique, grads);
   }
   with_rule<T>(job.table.segments[0].rule.kind,
-               [&](auto rule) { step_plain_rows<T, rule.value>(job, s, unique); });
+               [&](auto rule) { step_plain_rows<T, rule.value>(job, s, unique, grads); });
   return 0;
 }
 
 template <class T>
 std::uint32_t sum_typed(const ApplyJob& job, const Items& items, const ApplyScratch& s) {
-  const std::uint32_t unique = group_rows<T, false>(job, items, s);
+  const std::uint32_t unique = sum_rows<T>(job, items, s);
   for (std::uint32_t u = 0; u < unique; ++u) {
     row_version(job.table.rows, static_cast<std::uint32_t>(s.rows[u])) = s.versions[u];
   }

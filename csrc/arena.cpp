@@ -22,10 +22,14 @@ Arena::Arena(int dim, int state_width, DType dtype)
   strides_[kVersions] = 4;
   strides_[kSeen] = 8;
   strides_[kIds] = 8;
-  strides_[kWeights] = row_bytes(dtype, dim);
-  if (dtype != DType::i8) strides_[kWeights] = align16(strides_[kWeights]);
-  strides_[kState] = align16(state_width * real);
-  const std::size_t widest = std::max(strides_[kWeights], strides_[kState]);
+  weight_bytes_ = row_bytes(dtype, dim);
+  state_bytes_ = align16(state_width * real);
+  if (dtype != DType::i8 || state_width > 0) weight_bytes_ = align16(weight_bytes_);
+  strides_[kRows] = weight_bytes_ + state_bytes_;
+  // Whole lines where that costs an eighth at most.
+  const std::size_t whole = align64(strides_[kRows]);
+  if (whole - strides_[kRows] <= whole / 8) strides_[kRows] = whole;
+  const std::size_t widest = std::max(weight_bytes_, state_bytes_);
   geometry_.chunk = 12;
   while (geometry_.chunk < 18 && (widest << (geometry_.chunk + 1)) <= kChunkBytes) {
     ++geometry_.chunk;
@@ -50,8 +54,7 @@ RowView Arena::view() const {
   RowView v;
   v.blocks = views_.data();
   v.maxima = const_cast<std::uint32_t*>(maxima_.data());  // as the blocks: the view writes rows
-  v.weight_stride = strides_[kWeights];
-  v.state_stride = strides_[kState];
+  v.weight_stride = v.state_stride = strides_[kRows];
   v.geometry = geometry_;
   v.dim = dim_;
   v.state_width = state_width_;
@@ -66,16 +69,17 @@ void Arena::reserve(std::size_t count) {
   while (capacity_ < wanted) {
     const int block = static_cast<int>(blocks_.size());
     const std::size_t rows = block_rows(block), start = block_start(block);
-    std::size_t offsets[6] = {};
-    for (int i = 0; i < 5; ++i) offsets[i + 1] = align64(offsets[i] + rows * strides_[i]);
-    Block memory(offsets[5]);
+    std::size_t offsets[kArrays + 1] = {};
+    for (int i = 0; i < kArrays; ++i) offsets[i + 1] = align64(offsets[i] + rows * strides_[i]);
+    Block memory(offsets[kArrays]);
     blocks_.reserve(blocks_.size() + 1);
     maxima_.resize(std::max(maxima_.size(), ((start + rows - 1) >> kMaximumShift) + 1), kFree);
     const auto biased = [&](int i) {
       const auto base = reinterpret_cast<std::uintptr_t>(memory.data()) + offsets[i];
       return reinterpret_cast<char*>(base - start * strides_[i]);
     };
-    views_.push_back(BlockView{biased(kWeights), biased(kState), biased(kIds), biased(kVersions),
+    char* const weights = biased(kRows);
+    views_.push_back(BlockView{weights, weights + weight_bytes_, biased(kIds), biased(kVersions),
                                biased(kSeen)});
     blocks_.push_back(std::move(memory));
     capacity_ += rows;
@@ -120,8 +124,8 @@ std::uint32_t Arena::latest() const {
 }
 
 // Rows beyond the high-water mark were never touched, so they are not resident.
-std::size_t Arena::weight_bytes() const { return used_ * strides_[kWeights]; }
-std::size_t Arena::state_bytes() const { return used_ * strides_[kState]; }
+std::size_t Arena::weight_bytes() const { return used_ * weight_bytes_; }
+std::size_t Arena::state_bytes() const { return used_ * (strides_[kRows] - weight_bytes_); }
 std::size_t Arena::metadata_bytes() const {
   return used_ * (strides_[kIds] + strides_[kVersions] + strides_[kSeen]) +
          (free_.capacity() + maxima_.capacity()) * 4;

@@ -1,5 +1,5 @@
 #pragma once
-// Rows of one table: five arrays (weights, state, ids, versions, last-seen) with one geometry.
+// Rows of one table: four arrays (weights with state, ids, versions, last-seen) with one geometry.
 // Blocks never move; row numbers are reused through a free list.
 #include <cstdint>
 #include <vector>
@@ -42,9 +42,11 @@ class Arena {
   DType dtype_;
   Geometry geometry_;
   // The arrays of a block share its memory, in this order: huge pages cover whole multiples of their
-  // size, and what every step touches must not lie in the small pages at the end.
-  enum Array { kVersions, kSeen, kIds, kWeights, kState };
-  std::size_t strides_[5];
+  // size, and what every step touches must not lie in the small pages at the end. A row's state
+  // follows its weights: a line next to one that is on its way costs next to nothing.
+  enum Array { kVersions, kSeen, kIds, kRows, kArrays };
+  std::size_t strides_[kArrays];
+  std::size_t weight_bytes_, state_bytes_;  // of a row
   std::vector<BlockView> views_;
   std::vector<std::uint32_t> maxima_;  // of versions, by row >> kMaximumShift
   std::vector<Block> blocks_;

@@ -14,7 +14,15 @@ constexpr int kMaxBits = 16;
 constexpr std::size_t kSplitRows = 32 * 1024;    // a stripe below this never splits
 constexpr std::size_t kMaxStripeRows = 1 << 20;  // above this always, to bound one rehash
 
-std::uint32_t grown(std::uint32_t lines) { return lines < 64 ? lines * 2 : lines + lines / 4; }
+// Large stripes fill whole huge pages: probes of lines in small ones wait for page tables as well.
+std::uint32_t whole_pages(std::uint32_t lines) {
+  constexpr std::uint32_t kPage = (std::uint32_t{2} << 20) / sizeof(Line);
+  return lines < kPage ? lines : (lines + kPage - 1) / kPage * kPage;
+}
+
+std::uint32_t grown(std::uint32_t lines) {
+  return lines < 64 ? lines * 2 : whole_pages(lines + lines / 4);
+}
 
 void place(Line* lines, std::uint32_t count, std::uint64_t hash, std::int64_t id,
            std::int32_t row) {
@@ -171,7 +179,8 @@ void Index::split(std::uint32_t stripe) {
   const StripeView view = views_[stripe];
   // Halves of a small stripe may be uneven enough to overflow a tight split.
   const std::uint32_t lines =
-      stripes_[stripe].size < 1024 ? view.count : view.count / 2 + view.count / 16 + 1;
+      stripes_[stripe].size < 1024 ? view.count
+                                   : whole_pages(view.count / 2 + view.count / 16 + 1);
   // All memory first: a refusal must find the stripe as it was.
   Block blocks[2] = {Block(std::size_t{lines} * sizeof(Line)),
                      Block(std::size_t{lines} * sizeof(Line))};
@@ -237,7 +246,7 @@ void Index::reserve(std::size_t rows) {
   for (std::uint32_t i = 0; i < stripes_.size(); ++i) {
     // Below the lowest limit, with room for uneven stripes: reserved rows never cause a resize.
     const std::size_t lines = (each * 100) / (62 * kSlots) + 8;
-    if (lines > views_[i].count) resize(i, static_cast<std::uint32_t>(lines));
+    if (lines > views_[i].count) resize(i, whole_pages(static_cast<std::uint32_t>(lines)));
   }
 }
 

@@ -8,6 +8,8 @@
 
 namespace shoal {
 
+constexpr std::size_t kLargeBytes = std::size_t{8} << 20;  // what is written past the caches
+
 // How one group is pooled.
 struct PoolSpec {
   std::int64_t pooling = kSum;
@@ -91,10 +93,13 @@ struct StepParams {
 struct ApplyScratch {
   std::int32_t* rows;        // unique rows, in order of first item
   std::uint32_t* versions;   // what the row's version was
-  std::uint32_t* heads;      // its first item
+  std::uint32_t* numbers;    // by item: its row's place in `rows`
+  std::uint32_t* sorted;     // items row by row, each row's in their order
+  std::uint32_t* stops;      // by row: where its items end in `sorted`
+  // When gradients are not read in place.
+  std::uint32_t* heads;      // the row's first item
   std::int64_t* counts;
-  const void** grads;        // the caller's, or a row of `sums`
-  char* sums;                // [n] rows of `sum_stride` bytes; n / 2 when gradients are read in place
+  char* sums;                // [n] rows of `sum_stride` bytes
   std::size_t sum_stride;
   char* temp;                // one row of float or double
 };
@@ -130,8 +135,9 @@ struct Kernels {
   std::int64_t (*apply)(const ApplyJob&, const Items&, const ApplyScratch&);
   // Sums only, into the scratch; returns how many rows there are. Same exclusion.
   std::uint32_t (*sum)(const ApplyJob&, const Items&, const ApplyScratch&);
+  // `large`: the rows of the call, other parts included, do not fit the caches anyway.
   void (*init_rows)(const TableView&, const std::int64_t* ids, const std::int32_t* rows,
-                    std::int64_t n, StepParams);
+                    std::int64_t n, StepParams, bool large);
   // Writes the places of the versions in (from, to], of n, in order; returns how many there are.
   std::size_t (*find_between)(const std::uint32_t* versions, std::size_t n, std::uint32_t from,
                               std::uint32_t to, std::uint32_t* places);

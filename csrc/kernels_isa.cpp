@@ -1,5 +1,6 @@
 // Compiled once per instruction set with SHOAL_ISA naming it. Everything but the table of pointers
 // at the end has internal linkage: no code compiled for a wide set may serve a narrow machine.
+#include <algorithm>
 #include <cstring>
 #include <limits>
 #include <utility>
@@ -42,21 +43,28 @@ void fill_state(const TableView& t, T* state) {
 
 // Rows of new ids, eight at a time: what is short of eight repeats its last row.
 void init_rows(const TableView& t, const std::int64_t* ids, const std::int32_t* numbers,
-               std::int64_t n, StepParams step) {
+               std::int64_t n, StepParams step, bool large) {
   const RowView v = t.rows;
   const RowMaker maker{t.segments, t.n_segments, t.key, t.first_column};
   const std::size_t weight_bytes = row_size(v);
   const std::size_t real = is_double(t) ? 8 : 4;
   const std::size_t state_bytes = static_cast<std::size_t>(v.state_width) * real;
-  const bool direct = v.dtype == DType::f32;
-  // One state row, then eight rows of values for tables that do not hold floats.
-  std::vector<char> scratch(state_bytes + 64 + (direct ? 0 : kPhiloxLanes * weight_bytes * 4));
+  // New rows follow each other: whole ones fill whole lines, which need not be read first.
+  const bool stream = large && v.dtype == DType::f32 && n > 0 && weight_bytes % 64 == 0 &&
+                      v.weight_stride == v.state_stride &&
+                      streamable(weight_row(v, static_cast<std::uint32_t>(numbers[0])),
+                                 v.weight_stride);
+  const bool direct = v.dtype == DType::f32 && !stream;
+  const std::size_t rest = stream ? v.weight_stride - weight_bytes : state_bytes;
+  // One state row, then eight rows of values for tables that do not get them in place.
+  const std::size_t room = (std::max(rest, state_bytes) + 127) & ~std::size_t{63};
+  std::vector<char> scratch(room + (direct ? 0 : kPhiloxLanes * weight_bytes * 4));
   if (is_double(t)) {
     fill_state(t, reinterpret_cast<double*>(scratch.data()));
   } else {
     fill_state(t, reinterpret_cast<float*>(scratch.data()));
   }
-  auto* values = reinterpret_cast<float*>(scratch.data() + ((state_bytes + 63) & ~std::size_t{63}));
+  auto* values = reinterpret_cast<float*>(scratch.data() + room);
   for (std::int64_t at = 0; at < n; at += kPhiloxLanes) {
     const auto live = static_cast<int>(n - at < kPhiloxLanes ? n - at : kPhiloxLanes);
     std::int64_t lane_ids[kPhiloxLanes];
@@ -74,14 +82,21 @@ void init_rows(const TableView& t, const std::int64_t* ids, const std::int32_t* 
     for (int l = 0; l < live; ++l) {
       const auto row = static_cast<std::uint32_t>(numbers[at + l]);
       const BlockView& block = *blocks[l];
-      if (!direct) store_nearest(v.dtype, rows[l], block.weights + row * v.weight_stride, v.dim);
-      copy_row(block.state + row * v.state_stride, scratch.data(), state_bytes);
+      char* const weights = block.weights + row * v.weight_stride;
+      if (stream) {
+        stream_bytes(weights, reinterpret_cast<const char*>(rows[l]), weight_bytes);
+        stream_bytes(weights + weight_bytes, scratch.data(), rest);
+      } else {
+        if (!direct) store_nearest(v.dtype, rows[l], weights, v.dim);
+        copy_row(block.state + row * v.state_stride, scratch.data(), state_bytes);
+      }
       reinterpret_cast<std::int64_t*>(block.ids)[row] = lane_ids[l];
       reinterpret_cast<std::uint32_t*>(block.versions)[row] = step.version;
       raise_maximum(row_maximum(v, row), step.version);
       reinterpret_cast<LastSeen*>(block.seen)[row] = LastSeen{step.event_time_s, 0};
     }
   }
+  if (stream) end_stream();
 }
 
 // Bits of absolute values compare as the values do, and those of NaN are above infinity's.

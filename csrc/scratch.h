@@ -53,15 +53,13 @@ class PartScratch {
     const std::size_t real = rows.dtype == DType::f64 ? 8 : 4;
     const std::size_t stride = (static_cast<std::size_t>(rows.dim) * real + 63) & ~std::size_t{63};
     const std::size_t many = (std::size_t{n} + 15) & ~std::size_t{15};
-    char* lists = lists_.fit(many * (4 + 4 + 4 + 8 + sizeof(void*)));
-    char* sums = sums_.fit((in_place ? n / 2 + 1 : n) * stride + stride);
-    return ApplyScratch{reinterpret_cast<std::int32_t*>(lists),
-                        reinterpret_cast<std::uint32_t*>(lists + many * 4),
-                        reinterpret_cast<std::uint32_t*>(lists + many * 8),
-                        reinterpret_cast<std::int64_t*>(lists + many * 12),
-                        reinterpret_cast<const void**>(lists + many * 20),
-                        sums + stride,
-                        stride,
+    char* lists = lists_.fit(many * 32);
+    const auto list = [&](std::size_t number) {
+      return reinterpret_cast<std::uint32_t*>(lists + many * 4 * number);
+    };
+    char* sums = sums_.fit((in_place ? 0 : n) * stride + stride);
+    return ApplyScratch{reinterpret_cast<std::int32_t*>(lists), list(1), list(2), list(3), list(4),
+                        list(5), reinterpret_cast<std::int64_t*>(list(6)), sums + stride, stride,
                         sums};
   }
 

@@ -9,7 +9,6 @@ namespace shoal {
 namespace {
 
 constexpr std::int64_t kChunk = 4096;  // ids a thread takes at a time
-constexpr std::size_t kLargeBytes = std::size_t{8} << 20;  // an output written past the caches
 
 std::size_t real_bytes(const Table& t) { return t.spec().dtype == DType::f64 ? 8 : 4; }
 
@@ -309,7 +308,7 @@ void Shard::write(const Groups& groups, Write mode, const void* const* values,
         LastSeen& seen = row_seen(view.rows, static_cast<std::uint32_t>(row));
         const LastSeen before = seen;
         const std::int64_t id = row_id(view.rows, static_cast<std::uint32_t>(row));
-        kernels().init_rows(view, &id, &row, 1, step);
+        kernels().init_rows(view, &id, &row, 1, step, false);
         seen = LastSeen{std::max(before.seconds, step.event_time_s), before.count};
         continue;
       }

@@ -185,7 +185,7 @@ bool Shard::sums_finite(const std::vector<TableWork>& works, const std::vector<P
         const std::uint32_t unique = kernels().sum(job, items_of(work, parts[i]), memory);
         const bool wide = view.rows.dtype == DType::f64;
         for (std::uint32_t u = 0; u < unique; ++u) {
-          if (largest(memory.grads[u], view.rows.dim, wide) == HUGE_VAL) good = false;
+          if (largest(memory.sums + u * memory.sum_stride, view.rows.dim, wide) == HUGE_VAL) good = false;
         }
       });
   return good;
@@ -216,7 +216,7 @@ std::vector<Sums> Shard::sum(const std::vector<GradArgs>& records) {
     for (std::uint32_t u = 0; u < unique; ++u) {
       sums.ids[u] = row_id(rows, static_cast<std::uint32_t>(memory.rows[u]));
       sums.counts[u] = memory.counts[u];
-      std::memcpy(sums.sums.data() + u * bytes, memory.grads[u], bytes);
+      std::memcpy(sums.sums.data() + u * bytes, memory.sums + u * memory.sum_stride, bytes);
     }
     result.push_back(std::move(sums));
   }

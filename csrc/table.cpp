@@ -159,6 +159,7 @@ void Table::place(Insert& job) {
   for (std::int32_t& row : rows) {
     if (row != kNoRow) row = numbers[static_cast<std::size_t>(row)];
   }
+  const bool large = starts[parts] * table.rows.weight_stride >= kLargeBytes;
   Pool::instance().run(static_cast<std::int64_t>(parts), job.threads, [&](std::int64_t p, int) {
     const std::size_t start = starts[p], stop = starts[p + 1];
     const IndexView lines = index_.view();
@@ -170,7 +171,7 @@ void Table::place(Insert& job) {
       index_.insert(ids[i], numbers[i]);
     }
     kernels().init_rows(table, ids.data() + start, numbers.data() + start,
-                        static_cast<std::int64_t>(stop - start), job.step);
+                        static_cast<std::int64_t>(stop - start), job.step, large);
   });
   index_.rebalance();
 }
