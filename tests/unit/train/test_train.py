@@ -371,8 +371,13 @@ def test_a_model_of_integers_knows_their_text(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("column", "got"), [("x", "nan"), ("w", "inf")])
-@pytest.mark.parametrize("verb", ["train", "evaluate", "predict"])
+@pytest.mark.parametrize(
+    ("column", "got", "verb"),
+    [
+        *(("x", "nan", verb) for verb in ("train", "evaluate", "predict")),
+        *(("w", "inf", verb) for verb in ("train", "evaluate")),  # predictions have no weights
+    ],
+)
 def test_numbers_that_are_not_finite_are_blamed_on_their_file(
     column: str, got: str, verb: str, tmp_path: Path
 ):
