@@ -132,8 +132,7 @@ def _batch(loads: Sequence[TableLoad], batch_size: int, generator: torch.Generat
     values, lengths = [], []
     for one in loads:
         count = batch_size * one.ids_per_sample
-        weights = torch.arange(1, one.rows + 1, dtype=torch.float64, device="cpu") ** -one.exponent
-        total = weights.cumsum(0)
+        total = _cumulated(one.rows, one.exponent)
         drawn = (
             torch.rand(count, generator=generator, dtype=torch.float64, device="cpu") * total[-1]
         )
@@ -144,6 +143,13 @@ def _batch(loads: Sequence[TableLoad], batch_size: int, generator: torch.Generat
     return KeyedRagged.from_lengths(
         tuple(one.name for one in loads), torch.cat(values), torch.cat(lengths)
     )
+
+
+@lru_cache(maxsize=4)
+def _cumulated(rows: int, exponent: float) -> Tensor:
+    """Weights of rows, most frequent first, added up: tables of a bench are alike."""
+    weights = torch.arange(1, rows + 1, dtype=torch.float64, device="cpu") ** -exponent
+    return weights.cumsum(0)
 
 
 def predicted(
