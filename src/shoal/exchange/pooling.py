@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal.exchange.partition import SendPlan
 from shoal.exchange.pooling_plan import FeatureBlock, HostedColumns, OutputsLayout, compile_plan
-from shoal.kernels.sending import sent
+from shoal.kernels.host_copies import sent
 from shoal.lookup import PoolPlan
 from shoal.ops import (
     fused_gather_embeddings_by_input,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, unknown_name
-from shoal.kernels.sending import sent
+from shoal.kernels.host_copies import sent
 from shoal.lookup import (
     Columns,
     Joined,

@@ -51,7 +51,7 @@ from torch import Tensor
 
 from shoal.address import check_dense
 from shoal.errors import DTypeError, InputError, ShapeError, unknown_name
-from shoal.kernels.sending import sent
+from shoal.kernels.host_copies import sent
 from shoal.ops.layout_plan import FeatureConfigs, LayoutIndex, on_device
 
 Version = Literal[1, 2, 3, 4, 5]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal._core import ops as core
 from shoal.address import address
-from shoal.kernels.sending import sent
+from shoal.kernels.host_copies import sent
 from shoal.ops.checks import check_ids, check_outs, read_offsets, shape_error, value_error
 from shoal.ops.dispatch import fresh, one_device, operator
 from shoal.ops.ids import GOOD, dedup_into, value_rowids, write_heads

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 
 from shoal.comm.mesh import Mesh
+from shoal.distributed.model import lost_in_backward
 from shoal.errors import CollectiveFailed, ShoalError
 
 _PATIENCE_S = 3.0
@@ -27,7 +29,27 @@ class RankFailures:
         store = dist.distributed_c10d._get_default_store()
         self._store: Any = store.clone() if hasattr(store, "clone") else store
 
-    def ended_by(self, error: Exception, step: int) -> str:
+    @contextlib.contextmanager
+    def end_together(self, step_of: Callable[[], int]) -> Iterator[None]:
+        """End all ranks when one raises, soon, each with the error of the rank that began it.
+
+        Raises:
+            ShoalError: this rank's own error, with rank and step in front.
+            CollectiveFailed: this rank waited for one that stopped; it reports why that one did.
+        """
+        try:
+            yield
+        except ShoalError as error:
+            # Errors with further `args` keep their kind, not their parts: the text has them.
+            raise type(error)(self._ended_by(error, step_of())) from error
+        except Exception as error:
+            lost = lost_in_backward(error)
+            ended = self._ended_by(error if lost is None else lost, step_of())
+            if lost is None:
+                raise
+            raise CollectiveFailed(ended) from error
+
+    def _ended_by(self, error: Exception, step: int) -> str:
         """Report to the others why this rank ends, and return that with their causes."""
         rank, ranks = self._mesh.rank, self._mesh.world_size
         kind = "" if isinstance(error, ShoalError) else f"{type(error).__name__}: "

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,8 +17,6 @@ from shoal.comm.mesh import Mesh
 from shoal.config import RunConfig
 from shoal.config.tree import Scaling
 from shoal.data import RankShare
-from shoal.distributed.model import lost_in_backward
-from shoal.errors import CollectiveFailed, ShoalError
 from shoal.table.factory import resolve_device
 from shoal.train.rank_failure import RankFailures
 
@@ -81,29 +79,11 @@ class Ranks:
         self.control.step = self.step()
         return self.control.gather_objects(value, what=what)
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """End all ranks when one raises, soon, each with the error of the rank that began it.
-
-        Raises:
-            ShoalError: this rank's own error, with rank and step in front.
-            CollectiveFailed: this rank waited for one that stopped; it reports why that one did.
-        """
-        try:
-            yield
-        except ShoalError as error:
-            if self._failures is None:
-                raise
-            # Errors with further `args` keep their kind, not their parts: the text has them.
-            raise type(error)(self._failures.ended_by(error, self.step())) from error
-        except Exception as error:
-            if self._failures is None:
-                raise
-            lost = lost_in_backward(error)
-            ended = self._failures.ended_by(error if lost is None else lost, self.step())
-            if lost is None:
-                raise
-            raise CollectiveFailed(ended) from error
+    def together(self) -> AbstractContextManager[None]:
+        """End all ranks when one raises: see `RankFailures.end_together`."""
+        if self._failures is None:
+            return nullcontext()
+        return self._failures.end_together(lambda: self.step())  # a run sets `step` later
 
 
 ALONE = Ranks(None)

@@ -154,7 +154,7 @@ class Stamps:
         return handles_R, ends_B[-1:]
 
     def retire(self) -> None:
-        """See `kernels.sending.retire`."""
+        """See `kernels.host_copies.retire`."""
         retire(self._stamps, self.columns_WC)
 
     def free(self) -> None:
