@@ -144,8 +144,8 @@ class BinaryMetrics:
                 weight that is negative or not finite.
         """
         # A GPU has no weighted `bincount` of a fixed order, and exact AUC sorts on the host.
-        stays = predictions_B.is_cuda and weights_B is None and not self._exact_auc
-        device = predictions_B.device if stays else _CPU
+        stays = weights_B is None and not self._exact_auc and isinstance(predictions_B, Tensor)
+        device = predictions_B.device if stays and predictions_B.is_cuda else _CPU
         scores_B, labels_B, weights_B = _checked(predictions_B, labels_B, weights_B, device)
         sums = _bin_sums(scores_B, labels_B, weights_B, self._bins).cpu()
         self._examples += scores_B.numel()
@@ -277,7 +277,12 @@ def item_ranks(scores_BI: Tensor, own_B: Tensor) -> Tensor:
     Args:
         scores_BI: larger is better; on any device.
         own_B: int64 [B], the column of the own item; -1: it is none of them, `NOT_FOUND`.
+
+    Raises:
+        DTypeError: not dense tensors.
     """
+    for tensor in (scores_BI, own_B):
+        check_dense("scores or columns of own items", tensor)
     own_B1 = own_B.clamp_min(0).unsqueeze(1)
     rank_B = scores_BI.shape[1] - (scores_BI < scores_BI.gather(1, own_B1)).sum(dim=1)
     return torch.where(own_B < 0, torch.full_like(rank_B, NOT_FOUND), rank_B)

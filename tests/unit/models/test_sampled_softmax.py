@@ -83,8 +83,8 @@ def test_sampled_sums_estimate_the_sum_over_all_items() -> None:
     scores = InBatchScores(0.5, pairs=False)
     sums, plain = [], []
     for draw in range(3000):
-        ids, negatives = sampler.sample(np.array([3]), None, (0, draw, 0))
-        drawn = ids["item"].values
+        sampled = sampler.sample(np.array([3]), None, (0, draw, 0))
+        drawn, negatives = sampled.ids["item"].values, sampled.negatives
         vectors = torch.cat([items[3:4], items[drawn]])
         found = scores(user, vectors, torch.cat([torch.tensor([3]), drawn]), negatives)
         sums.append(float(found.exp().sum()))
@@ -116,9 +116,9 @@ def test_an_item_of_the_batch_that_is_drawn_too_counts_once() -> None:
     scores, sums = InBatchScores(0.5), []
     for draw in range(1000):
         own = np.random.default_rng(draw).permutation(size)[:batch]
-        drawn, negatives = sampler.sample(own, np.zeros(batch, np.int64), (0, draw, 0))
-        ids = torch.cat([torch.from_numpy(own), drawn["item"].values])
-        found = scores(user.expand(batch, E), items[ids], ids, negatives)
+        sampled = sampler.sample(own, np.zeros(batch, np.int64), (0, draw, 0))
+        ids = torch.cat([torch.from_numpy(own), sampled.ids["item"].values])
+        found = scores(user.expand(batch, E), items[ids], ids, sampled.negatives)
         sums.append(float(found[0].exp().sum()))
     want = float((normalize(user, dim=1) @ normalize(items, dim=1).T / 0.5).exp().sum())
     assert abs(np.mean(sums) - want) < 4 * np.std(sums) / len(sums) ** 0.5
