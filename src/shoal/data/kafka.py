@@ -197,7 +197,7 @@ class KafkaFeed:
             for number in self._numbers(1.0)[self._share.rank :: self._share.world_size]:
                 if number not in self._read:
                     at = TopicPartition(self._settings.topic, number)
-                    at.offset, _ = self._limits(at) or (0, 0)
+                    at.offset, _ = self._limits(at)
                     self._consumer.incremental_assign([at])
                     self._read.add(number)
                     found[str(number)] = at.offset, 0
@@ -209,7 +209,9 @@ class KafkaFeed:
 
     def left_out(self, places: Mapping[str, Place]) -> int:
         """Bad records ahead of these places, with those of processes before."""
-        ahead = (bisect_left(bad, places[str(n)][0]) for n, bad in self._bad.items())
+        # The reading thread adds partitions, and places may be from before one was added.
+        found = list(self._bad.items())
+        ahead = (bisect_left(bad, places.get(str(n), (0, 0))[0]) for n, bad in found)
         return self._bad_before + sum(ahead)
 
     def continues(self, left_out: int) -> None:
@@ -218,9 +220,13 @@ class KafkaFeed:
         if self._quarantine is not None:
             self._quarantine.rows += left_out
 
-    def _limits(self, partition: Any) -> tuple[int, int] | None:
+    def _limits(self, partition: Any) -> tuple[int, int]:
+        from confluent_kafka import KafkaError, KafkaException
+
         found: tuple[int, int] | None
         found = self._consumer.get_watermark_offsets(partition, timeout=_ASK_S)
+        if found is None:
+            raise KafkaException(KafkaError(KafkaError._TIMED_OUT))
         return found
 
     def _connected(self) -> tuple[Any, Any]:

@@ -120,8 +120,8 @@ class StreamLoader:
     Attributes:
         agree: gives every rank's numbers for those of this rank; a collective call.
         waits: called about once a second while no batch comes, by who waits for it.
-        asks_pause: whether this rank wants a batch that `pauses`; asked in another thread, while
-            no batch comes after some that came. None: nobody does.
+        asks_pause: whether this rank wants a batch that `pauses`; asked in another thread, after a
+            first batch, until it says no. A batch of examples goes first. None: nobody does.
         places: where its partitions continue after what has been taken; to begin with, where those
             of all ranks do.
         emptied: examples at the end that are too few for a batch; they are read again on resuming.
@@ -213,7 +213,7 @@ class StreamLoader:
 
     def _batches(self, position: int) -> Generator[Batch]:
         self._held.clear()
-        came = False  # since a pause
+        came = False
         with closing(self.feed):
             self.places = self.feed.start(self._partitions, self.places)
             came_s = time.monotonic()
@@ -225,8 +225,7 @@ class StreamLoader:
                 idle = self._idle_s is not None and time.monotonic() - came_s > self._idle_s
                 ready = min(self._ready(), quota)
                 done = self.feed.ended or idle
-                silent = came and not ready and self.asks_pause is not None
-                asked = silent and self.asks_pause is not None and self.asks_pause()
+                asked = came and self.asks_pause is not None and self.asks_pause()
                 votes = self.agree([ready, self._stopping.is_set(), done, asked])
                 ends = any(vote[1] for vote in votes) or all(vote[2] for vote in votes)
                 taken = self._allotted([int(vote[0]) for vote in votes], position)
@@ -240,7 +239,6 @@ class StreamLoader:
                 elif ends:
                     self.emptied += taken[self.share.rank]
                 elif any(vote[3] for vote in votes):
-                    came = False
                     yield replace(self._batch(0, position), pauses=True)
                 if ends and (any(vote[1] for vote in votes) or sum(taken) < self._least):
                     return

@@ -100,20 +100,26 @@ def _in_parts(
     evict_every_s: int | None,
     staleness: int,
 ) -> Generator[Trained]:
-    """`_overlapping`, and nothing under way where a stream pauses between two windows."""
+    """`_overlapping`, and nothing under way where a stream pauses between two windows.
+
+    Batches of a stream wait for their whole window, so that none is under way half.
+    """
     source = iter(batches)
     pauses = True
+    window: list[Batch] = []
 
     def part() -> Iterator[Batch]:
         nonlocal pauses
-        count, pauses = 0, False
+        pauses = False
         for batch in source:
-            if not batch.pauses:
-                count += 1
-                yield batch
-            elif count % accumulation == 0:
+            if batch.pauses:
                 pauses = True
                 return
+            window.append(batch)
+            if batch.places is None or len(window) == accumulation:
+                yield from window
+                window.clear()
+        yield from window
 
     while pauses:
         due_s = yield from _overlapping(

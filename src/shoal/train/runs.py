@@ -472,7 +472,7 @@ def _train(
         course = Course(config, run_state, saver, evaluate, folder)
     # A pipeline has begun with later batches, and waits for them in a thread of its own.
     told = waits if staleness is None else None
-    streamed = streaming(data.train, run_state, ranks, told, saver.wants_pause)
+    streamed = streaming(data.train, run_state, ranks, told, saver.overdue)
     with old_objects_set_aside(), saver, streamed:
         train(
             run_state,

@@ -84,11 +84,12 @@ class Saver:
         self._chain = chain
         self._clock = clock
         self._began_s = clock()
+        self._asked = False  # for a pause that has not come
         self._saving: Saving | None = None
         self.on_begin: Callable[[Saving], None] = lambda _: None
         self.kept: str | None = None
         self._skipped = 0
-        self._begun = -1 if chain.manifest is None else chain.manifest.step
+        self._begun = self._saved
         self._failures = 0  # in a row
         # Rows that column slices had skipped: when the newest checkpoint began, and the last save.
         self._skips = self._skips_begun = 0
@@ -104,15 +105,29 @@ class Saver:
     def waits(self) -> None:
         """No batch comes: steps that no checkpoint has are saved when that is due; on one rank."""
         self.check()
-        newest = self._chain.manifest
-        saved = -1 if newest is None else newest.step
-        if self._saving is None and self._run_state.steps > saved and self.wants_pause():
+        if self._saving is None and self._run_state.steps > self._saved and self.wants_pause():
             self._run_state.check()
             self.on_pause()
 
+    def overdue(self) -> bool:
+        """Whether this rank wants a pause for steps that no checkpoint has; from any thread.
+
+        It says so until `silent`, or a pause that training asked for.
+        """
+        every_s, steps = self._settings.every_s, self._run_state.steps
+        if every_s is None or not self._ranks.leads or steps <= self._saved:
+            return False
+        return self._asked or self._clock() - self._began_s >= every_s
+
     def silent(self) -> None:
-        """A stream is silent, and all ranks are here: steps that no save has are saved."""
-        if self._run_state.steps > self._begun:
+        """A stream is silent, and all ranks are here: steps that no save has are saved if due."""
+        self.check()
+        due = self.overdue()
+        if due:  # what fails, or waits for a save under way, is due again so much later
+            self._began_s, self._asked = self._clock(), False
+        unsaved = self._run_state.steps > self._begun
+        # Ranks may differ for a moment in whether a save has failed.
+        if self._total(due and unsaved, what="vote on a save while a stream is silent"):
             self.on_pause()
 
     def due_after(self, step: int) -> bool:
@@ -125,11 +140,13 @@ class Saver:
         every_s = self._settings.every_s
         if every_s is None or not self._ranks.leads or self._clock() - self._began_s < every_s:
             return False
-        self._began_s = self._clock()  # asked once; the next one is due so much later
+        # Asked once; the next one is due so much later.
+        self._began_s, self._asked = self._clock(), True
         return True
 
     def on_pause(self) -> None:
         """Begin to save what is due: all ranks are here, after the same step."""
+        self._asked = False
         self.check()
         if self._is_busy():
             if self._settings.background:
@@ -152,7 +169,6 @@ class Saver:
         except CollectiveFailed:
             raise
         except (ShoalError, MemoryError) as error:  # on every rank, if not of one class
-            self._begun = -1
             self._count(error)
         if not self._settings.background:
             self._end()
@@ -174,7 +190,7 @@ class Saver:
 
     def _count(self, error: ShoalError | MemoryError) -> None:
         """Continue without a save that failed on every rank alike, if so many may."""
-        self._failures += 1
+        self._failures, self._begun = self._failures + 1, self._saved
         allowed = self._settings.failures_allowed
         if self._failures > allowed or isinstance(error.__cause__, CollectiveFailed):
             raise error
@@ -243,6 +259,12 @@ class Saver:
             self._count(error)
             return False
         return True
+
+    @property
+    def _saved(self) -> int:
+        """Step of the newest checkpoint that is committed; -1 before the first."""
+        newest = self._chain.manifest
+        return -1 if newest is None else newest.step
 
     def _has_model(self) -> bool:
         newest = self._chain.manifest

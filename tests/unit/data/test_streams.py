@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +164,12 @@ class Meeting:
         return agree
 
 
-def on_ranks(loaders: list[StreamLoader], position: int, most: int | None) -> list[list[Batch]]:
+def on_ranks(
+    loaders: list[StreamLoader],
+    position: int,
+    most: int | None,
+    call: Callable[[Batch], object] = lambda _: None,
+) -> list[list[Batch]]:
     """Batches of each rank, the first `most` of them."""
     meeting = Meeting(len(loaders))
     found: list[list[Batch]] = [[] for _ in loaders]
@@ -174,6 +179,7 @@ def on_ranks(loaders: list[StreamLoader], position: int, most: int | None) -> li
         batches = loaders[rank].batches(position)
         for batch in batches:
             found[rank].append(batch)
+            call(batch)
             if most is not None and len(found[rank]) == most:
                 loaders[rank].stop()
         batches.close()
@@ -243,6 +249,7 @@ def test_bad_records_are_named_counted_and_left_out(sent: Sent, tmp_path: Path):
     assert feed.left_out(first.places) == 5
     feed.continues(7)
     assert feed.left_out(first.places) == 12
+    assert feed.left_out({"0": (3, 0)}) == 7, "places from before partition 2 was added"
     assert quarantine.rows == len(bad) + 7
     strict = Quarantine(tmp_path / "strict.jsonl", most_rows=len(bad) - 1)
     with pytest.raises(DataError, match="bad rows of the data: got 18"):
@@ -320,16 +327,62 @@ def test_partitions_that_are_added_are_read(sent: Sent, monkeypatch: pytest.Monk
         assert loader.places == {str(n): (2, 0) for n in range(rank, 4, 3)}
 
 
-def test_a_silent_stream_pauses_once_if_it_is_asked_to(sent: Sent):
+class Late:
+    """A consumer whose brokers do not say in time where a partition begins; the first time."""
+
+    def __init__(self, consumer: Any) -> None:
+        self._consumer, self._asked = consumer, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._consumer, name)
+
+    def get_watermark_offsets(self, *args: Any, **options: Any) -> Any:
+        before, self._asked = self._asked, True
+        return self._consumer.get_watermark_offsets(*args, **options) if before else None
+
+
+def test_a_partition_that_is_added_waits_for_where_it_begins(
+    sent: Sent, monkeypatch: pytest.MonkeyPatch
+):
     sent.send(*(as_json(n) for n in range(4)))
-    loader = sent.loader(4, stream={"wait_s": 0.2, "idle_s": 2.0})
-    loader.asks_pause = lambda: True
+    monkeypatch.setattr("shoal.data.kafka._LOOK_S", 0.0)
+    feed = sent.loader().feed
+    assert isinstance(feed, KafkaFeed)
+    with monkeypatch.context() as patched:
+        patched.setattr(KafkaFeed, "_numbers", lambda *_: [0, 1, 2])
+        assert list(feed.start(RankShare(), {})) == ["0", "1", "2"]
+    feed._consumer = Late(feed._consumer)
+    assert [feed.added(), feed.added(), feed.added()] == [{}, {"3": (0, 0)}, {}]
+    feed.close()
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_a_silent_stream_pauses_as_often_as_it_is_asked_to(sent: Sent, least: int):
+    """Whatever came that is too little for a batch waits."""
+    sent.send(*(as_json(n) for n in range(3 + least)), partition=0)
+    loader = sent.loader(4, stream={"wait_s": 0.2, "idle_s": 2.0}, least=least)
+    asked = [True, True]
+    loader.asks_pause = lambda: bool(asked) and asked.pop()
     batches = list(loader)
-    assert [batch.pauses for batch in batches][-1]
-    assert sum(batch.pauses for batch in batches) <= sum(not batch.pauses for batch in batches)
-    assert batches[-1].position == 4
-    assert batches[-1].places == loader.places
-    assert sorted(users(batches)) == [0, 1, 2, 3]
+    assert [batch.pauses for batch in batches] == [False, True, True]
+    assert {batch.position for batch in batches} == {4}
+    assert all(batch.places == loader.places for batch in batches)
+    assert users(batches) == [0, 1, 2, 3]
+
+
+def test_a_rank_without_examples_pauses_the_others_once_they_have_none(sent: Sent):
+    sent.send(*(as_json(n) for n in range(12)), partition=1)
+    loaders = [
+        sent.loader(4, share=RankShare(rank, 2), stream={"wait_s": 0.2, "idle_s": 3.0})
+        for rank in range(2)
+    ]
+    paused: list[int] = []
+    loaders[0].asks_pause = lambda: not paused
+    first, second = on_ranks(loaders, 0, None, lambda batch: batch.pauses and paused.append(1))
+    assert [batch.pauses for batch in first] == [batch.pauses for batch in second]
+    assert any(batch.pauses for batch in first)
+    assert sorted(users(second)) == list(range(12))
+    assert not first[0].pauses and first[-1].position == 12
 
 
 def test_a_stream_ends_after_so_many_examples_or_when_told(sent: Sent):

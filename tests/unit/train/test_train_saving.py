@@ -7,6 +7,8 @@ import json
 import os
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch
 from shoal import config
 from shoal.checkpoint import Contents, save
 from shoal.comm.launch_environment import Attempt, attempt, detect
+from shoal.config.tree import CheckpointSettings
 from shoal.data import Batch
 from shoal.errors import CheckpointError, ConfigError
 from shoal.ragged import KeyedRagged
@@ -21,6 +24,7 @@ from shoal.telemetry import JsonLines
 from shoal.train import summary as recording
 from shoal.train.folder import RunFolder
 from shoal.train.resuming import find_beginning, job_of
+from shoal.train.saving import Saver
 from shoal.train.summary import Recorder
 from support.ranks import launcher_variables
 
@@ -256,3 +260,79 @@ def test_rank_0_on_another_host_says_what_it_needs(
     said = f"finds no checkpoint in {here}: it starts over" in caplog.text
     said = said and "put checkpoint.dir on storage that all hosts share" in caplog.text
     assert said == (resume != "never")
+
+
+class Silence:
+    """A saver at step 5 of a stream that is silent, with a clock and saves of its own."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s, self.saves = [0.0], list[Any]()
+        run_state: Any = SimpleNamespace(
+            learners=(), steps=5, position=40, state=lambda: ({}, {}), check=lambda: None
+        )
+        ranks: Any = SimpleNamespace(
+            leads=True, background=lambda _: None, total=lambda values, **_: values
+        )
+        monkeypatch.setattr("shoal.train.saving.begin", self._begin)
+        settings = CheckpointSettings(every_s=10.0)
+        clock = self.now_s
+        self.run_state = run_state
+        self.saver = Saver(
+            str(tmp_path), settings, run_state, job={}, ranks=ranks, clock=lambda: clock[0]
+        )
+
+    def _begin(self, *_: object, step: int, kind: str, **__: object) -> Any:
+        save = SimpleNamespace(done=False, error=None, name="a save", cursors={}, step=step)
+
+        def wait() -> Any:
+            if save.error is not None:
+                raise save.error
+            return SimpleNamespace(step=step, kind=kind)
+
+        save.wait, save.release, save.stop_throttling = wait, lambda: None, lambda: None
+        self.saves.append(save)
+        return save
+
+    def polled(self, now_s: float) -> bool:
+        """Whether the stream pauses, which it does if it is asked to."""
+        self.now_s[0] = now_s
+        asked = [self.saver.overdue() for _ in range(3)]
+        assert len(set(asked)) == 1, "asking changes nothing"
+        if asked[0]:
+            self.saver.silent()
+        return asked[0]
+
+
+def test_a_save_that_fails_while_a_stream_is_silent_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silence = Silence(tmp_path, monkeypatch)
+    assert [silence.polled(now_s) for now_s in (9.0, 10.0, 11.0)] == [False, True, False]
+    (first,) = silence.saves
+    assert silence.polled(20.0) and len(silence.saves) == 1, "it is still being written"
+    silence.run_state.steps = 6
+    assert silence.polled(30.0) and len(silence.saves) == 1, "one at a time"
+    first.done, first.error = True, CheckpointError("a save", "a full disk", "room", "Make room.")
+    assert not silence.polled(39.0)
+    assert silence.polled(40.0)
+    assert [save.step for save in silence.saves] == [5, 6]
+    silence.saves[1].done = True
+    assert silence.polled(50.0), "to see how it ended"
+    assert not silence.polled(99.0) and len(silence.saves) == 2
+
+
+def test_a_pause_that_training_waits_for_is_due_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training asks for it before batches that do not come."""
+    silence = Silence(tmp_path, monkeypatch)
+    silence.now_s[0] = 10.0
+    assert silence.saver.wants_pause() and not silence.saver.wants_pause()
+    assert silence.polled(10.5) and len(silence.saves) == 1
+    assert not silence.polled(11.0)
+    silence.run_state.steps = 6
+    silence.saves[0].done = True
+    silence.now_s[0] = 21.0
+    assert silence.saver.wants_pause()
+    silence.saver.on_pause()
+    assert not silence.polled(21.5) and len(silence.saves) == 2
