@@ -131,7 +131,8 @@ def main() -> None:
         if python is None:
             print(f"not tried: Python {version}, which is not here")
             continue
-        if wheel is None or "-abi3-" not in wheel.name:
+        later = int(version.split(".")[1]) >= 12
+        if wheel is None or "-abi3-" not in wheel.name or not later:
             wheel = build_wheel(python, out, arguments.plat)
             print(f"wheel: {wheel}")
         for package in () if arguments.no_install else (wheel, sdist):

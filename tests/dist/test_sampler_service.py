@@ -259,6 +259,7 @@ def test_ranks_of_a_node_share_a_server(settings: SamplerSettings) -> None:
 
 def spread(settings: SamplerSettings) -> tuple[dict[str, Any], list[int], list[int], bool]:
     """Two nodes with a part of the items each; one server dies between two draws."""
+    sampler_service._local_only = lambda host: False  # type: ignore[assignment]  # of both nodes
     mesh = comm.init(device="cpu", timeout_s=60)
     opener = partial(Sampler.open, settings, RECIPE, seed=5)
     client, server = start_service(
@@ -297,12 +298,12 @@ def test_items_spread_over_servers_are_drawn_as_one(settings: SamplerSettings) -
     assert items == joined(found, told, 3).ids["item"].values.tolist()
 
 
-def failing(settings: SamplerSettings) -> str:
+def failing(settings: SamplerSettings, **more: Any) -> str:
     mesh = comm.init(device="cpu", timeout_s=60)
     opener = partial(Sampler.open, settings, RECIPE)
     try:
-        start_service(opener, mesh.control, id="item", local_rank=mesh.rank)
-    except DataError as error:
+        start_service(opener, mesh.control, **{"id": "item", "local_rank": mesh.rank, **more})
+    except (ConfigError, DataError) as error:
         return str(error)
     return "started"
 
@@ -311,3 +312,19 @@ def test_a_server_that_cannot_start_is_an_error_on_every_rank(tmp_path: Path) ->
     missing = SamplerSettings(items=str(tmp_path / "none.parquet"), id="item", count=1)
     for found in run_ranks(2, failing, missing, timeout_s=240):
         assert "none.parquet" in found
+
+
+def unreachable(settings: SamplerSettings) -> list[str]:
+    """Two nodes: on loopback, then one with a name that it alone knows."""
+    on_loopback = failing(settings, local_rank=0, spread=True)
+    own = "127.0.1.1" if comm.init(device="cpu").rank else "0.0.0.0"
+    socket.getaddrinfo = lambda *_, **__: [(0, 0, 0, "", (own, 0))]  # type: ignore[assignment]
+    return [on_loopback, failing(settings, local_rank=0, host=None)]
+
+
+def test_items_are_not_spread_over_nodes_that_do_not_reach_each_other(
+    settings: SamplerSettings,
+) -> None:
+    for on_loopback, by_name in run_ranks(2, unreachable, settings, timeout_s=240):
+        assert "host of spread samplers: got 127.0.0.1" in on_loopback
+        assert "address of" in by_name

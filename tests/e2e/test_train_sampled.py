@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from shoal import config, train
+from shoal.config.build import open_data
 from shoal.data import write_like
 from shoal.errors import ConfigError
 from support.ranks import run_ranks
@@ -78,7 +79,7 @@ def test_two_ranks_train_with_edges_and_hard_negatives(
     assert 0 < metrics["two_tower"]["hit_rate@5"] < metrics["two_tower"]["hit_rate@20"]
 
 
-def trained_on_a_tree(data: Path, out: Path) -> dict[str, Any]:
+def tree_settings(data: Path, out: Path, *more: str) -> config.RunConfig:
     changes = [
         f"data.source.paths=['{data / 'train.parquet'}']",
         f"data.source.eval_paths=['{data / 'eval.parquet'}']",
@@ -86,17 +87,43 @@ def trained_on_a_tree(data: Path, out: Path) -> dict[str, Any]:
         "eval={max_examples: 70, batch_size: 64, retrieval: {k: [5, 20]}}",
         "threads=1",
         f"output.dir='{out}'",
+        *more,
     ]
-    run = config.load(EXAMPLE.with_name("tdm_movielens.yaml"), changes, environment={})
-    return dict(train.run(run, console=Console(quiet=True)).metrics)
+    return config.load(EXAMPLE.with_name("tdm_movielens.yaml"), changes, environment={})
+
+
+def trained_on_a_tree(data: Path, out: Path) -> tuple[dict[str, Any], Path]:
+    result = train.run(tree_settings(data, out), console=Console(quiet=True))
+    return dict(result.metrics), result.folder
 
 
 def test_two_ranks_train_and_search_a_tree(twin: Path, tmp_path: Path) -> None:
     """The second evaluation batch has six examples, and the ranks have unequal numbers of likes."""
-    (first, second) = run_ranks(2, trained_on_a_tree, twin, tmp_path, timeout_s=240)
-    assert first == second
+    (found, same) = run_ranks(2, trained_on_a_tree, twin, tmp_path, timeout_s=240)
+    assert found == same
+    first, folder = found
     assert 0 <= first["deepfm"]["hit_rate@5"] <= first["deepfm"]["hit_rate@20"] <= 1
     assert first["deepfm"]["examples"] == 70
+    alone = train.evaluate(str(folder), console=Console(quiet=True))["deepfm"]
+    ranking = [name for name in alone if "@" in name]
+    assert len(ranking) == 4
+    for name in ranking:
+        assert first["deepfm"][name] == pytest.approx(alone[name], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("baselines=[base_rate]", r"baselines with data\.tree: got base_rate"),
+        ("eval.retrieval.items=a.parquet", r"eval\.retrieval\.items with data\.tree: got a\.pa"),
+        ("data.tree.id=movie", r"feature of data\.tree: got 'movie'"),
+    ],
+)
+def test_what_does_not_fit_a_tree_is_refused(
+    twin: Path, tmp_path: Path, change: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_data(tree_settings(twin, tmp_path, change))
 
 
 def test_a_run_draws_the_same_items_again(twin: Path, tmp_path: Path) -> None:
@@ -122,6 +149,16 @@ def test_evaluation_and_predictions_need_no_items(twin: Path, tmp_path: Path) ->
         (["data.sampler.attributes=[genres]"], r"data\.sampler: got id 'movie_id'"),
         (["data.sampler.count=0"], r"count of data\.sampler: got 0"),
         (["data.sampler.coun=1"], "coun"),
+        (["eval.retrieval={width: 100}"], r"eval\.retrieval\.width without data\.tree: got 100"),
+        (
+            [
+                "eval.retrieval={items: a.parquet}",
+                "data.sampler=null",
+                "model.loss=log_loss",
+                "model.item=[movie_id,year]",
+            ],
+            r"feature of eval\.retrieval: got 'year'",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(

@@ -43,6 +43,7 @@ from shoal.data import (
     flights,
     split_by_time,
 )
+from shoal.data.catalog import SECTION as RETRIEVAL
 from shoal.data.catalog import Catalog
 from shoal.data.columns import check_present
 from shoal.data.item_tree import ItemTree
@@ -517,6 +518,10 @@ def _item_tree(config: RunConfig) -> ItemTree | None:
     if config.data.sampler is not None:
         remedy = "Leave one of them out."
         raise ConfigError("data.tree", "data.sampler, too", "one of them", remedy)
+    if "base_rate" in config.baselines:
+        # The mean label of nodes says nothing of examples.
+        allowed, remedy = "logistic, or none", "Leave base_rate out of baselines."
+        raise ConfigError("baselines with data.tree", "base_rate", allowed, remedy)
     return ItemTree.open(settings, _items_recipe(config.data.source), seed=config.seed)
 
 
@@ -524,11 +529,17 @@ def _catalog(config: RunConfig, item_tree: ItemTree | None) -> Catalog | None:
     """The items that eval.retrieval ranks.
 
     Raises:
-        ConfigError: no file of them, or a model without a vector of each.
+        ConfigError: no file of them, a model without a vector of each, or settings without use.
     """
     settings, names = config.eval.retrieval, config.model.item_features
     if settings is None:
         return None
+    unused = "width" if item_tree is None else "items"
+    if getattr(settings, unused) is not None:
+        one = "without" if item_tree is None else "with"
+        remedy = "Leave it out."
+        got = getattr(settings, unused)
+        raise ConfigError(f"eval.retrieval.{unused} {one} data.tree", got, "none", remedy)
     if item_tree is not None:
         return Catalog(settings, item_tree, item_tree.id)
     sampler = config.data.sampler
@@ -539,7 +550,7 @@ def _catalog(config: RunConfig, item_tree: ItemTree | None) -> Catalog | None:
         raise ConfigError(
             "eval.retrieval", got, allowed, "Set eval.retrieval.items, or leave it out."
         )
-    items, _, _ = read_items(path, _items_recipe(config.data.source), names, None)
+    items, _, _ = read_items(path, _items_recipe(config.data.source), names, None, RETRIEVAL)
     return Catalog(settings, items, names[0])
 
 

@@ -366,7 +366,8 @@ def _joined_keys(parts: Sequence[pa.Table | None]) -> pa.Table | None:
         return None
     import pyarrow as pa
 
-    return pa.concat_tables(given)
+    # A field may be nullable in one file only.
+    return pa.concat_tables(given, promote_options="default")
 
 
 def _check(

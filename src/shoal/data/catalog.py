@@ -11,6 +11,8 @@ from shoal.data.item_tree import ItemTree
 from shoal.data.samplers import IdPlaces, filled, one_each
 from shoal.errors import ConfigError
 
+SECTION = "eval.retrieval"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetrievalSettings:
@@ -31,7 +33,7 @@ class RetrievalSettings:
     width: int | None = None
 
     def __post_init__(self) -> None:
-        what, remedy = "of eval.retrieval", "Change the setting."
+        what, remedy = f"of {SECTION}", "Change the setting."
         if not self.k or min(self.k) < 1 or max(self.k) > 1 << 20:
             raise ConfigError(f"k {what}", list(self.k), f"1..{1 << 20}, one or more", remedy)
         if self.width is not None and not max(self.k) <= self.width <= 1 << 20:
@@ -68,7 +70,7 @@ class Catalog:
         self._items = None if isinstance(known, ItemTree) else known
         if self._items is not None:
             every = self._items.take(torch.arange(len(self._items), device="cpu")).ids
-            self._places = IdPlaces(one_each(every, id), "known items")
+            self._places = IdPlaces(one_each(every, id, SECTION), "known items")
 
     def __len__(self) -> int:
         """Items of a table."""
@@ -76,7 +78,7 @@ class Catalog:
 
     def places(self, batch: Batch) -> torch.Tensor:
         """int64 [B]: where the items of examples are in the table; -1: nowhere."""
-        return torch.from_numpy(self._places.of(one_each(batch.ids, self.id)))
+        return torch.from_numpy(self._places.of(one_each(batch.ids, self.id, SECTION)))
 
     def batch(self, start: int, stop: int, like: Batch) -> Batch:
         """Items of the table as examples with the features of others; what they lack is empty."""

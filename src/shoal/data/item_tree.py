@@ -18,6 +18,8 @@ from shoal.ragged import KeyedRagged
 _Ints = np.ndarray[Any, np.dtype[np.int64]]
 _Floats = np.ndarray[Any, np.dtype[np.float32]]
 
+_SECTION = "data.tree"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeSettings:
@@ -120,7 +122,8 @@ class ItemTree:
         self, nodes: TensorSource, parents: _Ints, settings: TreeSettings, *, seed: int = 0
     ) -> None:
         self._nodes, self._settings, self._seed = nodes, settings, seed
-        self._ids = one_each(nodes.take(torch.arange(len(nodes), device="cpu")).ids, settings.id)
+        every = nodes.take(torch.arange(len(nodes), device="cpu")).ids
+        self._ids = one_each(every, settings.id, _SECTION)
         self._places = IdPlaces(self._ids, "tree")
         self._parents = self._places.of(parents)
         if (self._parents < 0).any():
@@ -154,17 +157,23 @@ class ItemTree:
         """
         names = (settings.id, *settings.attributes)
         if settings.nodes is not None:
-            nodes, _, _ = read_items(settings.nodes, recipe, names, None)
-            parents = read_ids(settings.nodes, recipe, settings.id, settings.parent)
+            nodes, _, _ = read_items(settings.nodes, recipe, names, None, _SECTION)
+            parents = read_ids(settings.nodes, recipe, settings.id, settings.parent, _SECTION)
             return cls(nodes, parents, settings, seed=seed)
         if settings.items is None:
             remedy = "Name the file."
             raise ConfigError("file of a tree", "none", "nodes or items", remedy)
-        items, column, _ = read_items(settings.items, recipe, names, settings.order)
+        items, column, _ = read_items(settings.items, recipe, names, settings.order, _SECTION)
         rows = list(range(len(items)))
         if column is not None:
             keys = column.to_pylist()
-            rows.sort(key=lambda row: (keys[row] is not None, keys[row]))
+            try:
+                rows.sort(key=lambda row: (keys[row] is not None, keys[row]))
+            except TypeError as error:
+                what = f"column {settings.order!r} of {settings.items}"
+                got, remedy = f"{column.type} ({error})", f"Set {_SECTION}.order to another column."
+                allowed = "numbers, times, text, lists of them without nulls inside"
+                raise DataError(what, got, allowed, remedy) from error
         return cls.of_items(items, settings, rows=torch.tensor(rows, device="cpu"), seed=seed)
 
     @classmethod
@@ -180,7 +189,8 @@ class ItemTree:
             seed: of all draws.
 
         Raises:
-            DataError: fewer than two items, or an id twice.
+            DataError: fewer than two items, an id twice, or one that an inner node has.
+            ConfigError: more counts than layers.
         """
         if len(items) < 2:
             remedy = "Check what wrote the file."
@@ -189,12 +199,22 @@ class ItemTree:
         while sizes[-1] > 1:
             sizes.append(-(-sizes[-1] // settings.branch))
         sizes.reverse()
+        if len(settings.counts) > len(sizes):
+            allowed = f"{len(sizes)} at most, for layers of {sizes} nodes"
+            remedy = f"Leave the last out of {_SECTION}.counts."
+            raise ConfigError("counts of a tree", list(settings.counts), allowed, remedy)
         starts = np.cumsum([0, *sizes[:-1]])
         parents = [
             -1 - (start + np.arange(below) // settings.branch)
             for start, below in zip(starts, sizes[1:], strict=False)
         ]
         leaves = items.take(rows).ids
+        ids = one_each(leaves, settings.id, _SECTION)
+        taken = ids[(ids < 0) & (ids >= -starts[-1])]
+        if taken.size:
+            allowed = f"none of {-starts[-1]}..-1, which inner nodes have"
+            remedy = f"Number items from 0 on, or name a file of {_SECTION}.nodes."
+            raise DataError("id of an item of a tree", taken[0], allowed, remedy)
         inner = torch.arange(-1, -1 - int(starts[-1]), -1, device="cpu")
         more = KeyedRagged.from_lengths((settings.id,), inner, torch.ones_like(inner).view(1, -1))
         nodes = followed(leaves, more)
@@ -317,7 +337,7 @@ class ItemTree:
             allowed, remedy = "examples alone", "Leave the sampler out."
             raise InputError("batch for a tree", "items of a sampler", allowed, remedy)
         positive = torch.nonzero(batch.labels > 0).squeeze(1).numpy()
-        found = self.sample(one_each(batch.ids, self._settings.id)[positive], key)
+        found = self.sample(one_each(batch.ids, self._settings.id, _SECTION)[positive], key)
         made = self.with_nodes(batch, positive[found.rows_M], found.ids_M)
         labels_M = torch.from_numpy(found.labels_M)
         more = made.more_labels

@@ -274,7 +274,7 @@ def start_service(
     user: str | None = None,
     local_rank: int,
     clients: int = 1,
-    host: str = "127.0.0.1",
+    host: str | None = "127.0.0.1",
     patience_s: float = 120.0,
     spread: bool = False,
 ) -> tuple[SamplerClient, SamplerServer | None]:
@@ -287,17 +287,23 @@ def start_service(
         local_rank: number of this rank on its node.
         clients: of this rank, its workers among them.
         host: this node's address; with one that other nodes reach, their ranks ask this node's
-            server when their own is away.
+            server when their own is away; None: the address that the node's name stands for.
         spread: each server has a part of the items: openers are called with `share`, and ranks
             ask all servers, so that `host` is one that they reach.
 
     Raises:
-        DataError: a server cannot start; on every rank.
-        ConfigError: rank 0 is not local rank 0; on every rank.
+        DataError: a server cannot start, or a node's name has no address that others reach; on
+            every rank.
+        ConfigError: rank 0 is not local rank 0, or `spread` over nodes with a host that is this
+            machine alone; on every rank.
     """
-    mine = secrets.token_hex(32), local_rank == 0
+    lone = host is not None and _local_only(host)
+    mine = secrets.token_hex(32), local_rank == 0, lone
     told = collectives.gather_objects(mine, what="token of samplers")
-    token, first = told[0][0], [leads for _, leads in told]
+    token, first = told[0][0], [leads for _, leads, _ in told]
+    if spread and sum(first) > 1 and any(leads and alone for _, leads, alone in told):
+        allowed = "an address that other nodes reach"
+        raise ConfigError("host of spread samplers", host, allowed, "Give one, or None.")
     # Ranks are numbered node by node; names of hosts need not differ.
     own = sum(first[: collectives.rank + 1]) - 1
     if spread:
@@ -306,7 +312,8 @@ def start_service(
 
     def start() -> tuple[str | None, int]:
         nonlocal server
-        server = SamplerServer(opener, token, host=host) if local_rank == 0 else None
+        if local_rank == 0:
+            server = SamplerServer(opener, token, host=_own_address() if host is None else host)
         return server.address if server else None, clients
 
     try:
@@ -319,7 +326,7 @@ def start_service(
             server.close()
         raise
     servers = [address for address, _ in found if address is not None]
-    if _local_only(host) and not spread:
+    if lone and not spread:
         servers, own = [servers[own]], 0
     cluster = Cluster(
         servers=tuple(servers),
@@ -337,7 +344,7 @@ def shared_sampler(
     """A client of this node's server, which local rank 0 starts and ends; a collective call.
 
     Raises:
-        DataError: a server cannot start; on every rank.
+        DataError: as of `start_service`.
     """
     launch = detect()
     several = launch.local_world_size < collectives.world_size
@@ -347,7 +354,7 @@ def shared_sampler(
         id=settings.id,
         user=settings.user,
         local_rank=launch.local_rank,
-        host=_own_address() if settings.spread and several else "127.0.0.1",
+        host=None if settings.spread and several else "127.0.0.1",
         spread=settings.spread,
     )
     client.server = server

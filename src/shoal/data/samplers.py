@@ -540,17 +540,17 @@ def _by_weight(sums_N: _Floats, count: int, rng: np.random.Generator) -> _Ints:
     return cast(_Ints, np.minimum(at, last).astype(np.int64))
 
 
-def one_each(ids: KeyedRagged, name: str) -> _Ints:
+def one_each(ids: KeyedRagged, name: str, section: str = _SECTION) -> _Ints:
     own = ids[name]
     if not bool((own.lengths == 1).all()):
         at = int((own.lengths != 1).nonzero()[0])
         got = f"{int(own.lengths[at])} in row {at}"
         remedy = "Name a feature with one id."
-        raise InputError(f"ids of {name!r} for {_SECTION}", got, "one each", remedy)
+        raise InputError(f"ids of {name!r} for {section}", got, "one each", remedy)
     return cast(_Ints, own.values.numpy())
 
 
-def _of_features(recipe: Recipe, names: tuple[str, ...]) -> Recipe:
+def _of_features(recipe: Recipe, names: tuple[str, ...], section: str = _SECTION) -> Recipe:
     """The part of a recipe that makes some of its features.
 
     Raises:
@@ -559,7 +559,7 @@ def _of_features(recipe: Recipe, names: tuple[str, ...]) -> Recipe:
     for name in names:
         if name not in recipe.features:
             allowed = f"features with ids: {list(recipe.features)}"
-            raise ConfigError(f"feature of {_SECTION}", repr(name), allowed, "Name one of them.")
+            raise ConfigError(f"feature of {section}", repr(name), allowed, "Name one of them.")
     needed, inputs = set(names), {spec.name: spec.inputs for spec in recipe.computed.features}
     for _ in inputs:
         needed |= {
@@ -584,7 +584,9 @@ def _of_features(recipe: Recipe, names: tuple[str, ...]) -> Recipe:
     )
 
 
-def _read(path: str, recipe: Recipe, more: str | None = None) -> tuple[pa.Table, Rows]:
+def _read(
+    path: str, recipe: Recipe, more: str | None = None, section: str = _SECTION
+) -> tuple[pa.Table, Rows]:
     """The columns of a recipe's features, and one more, of a file.
 
     Raises:
@@ -606,23 +608,29 @@ def _read(path: str, recipe: Recipe, more: str | None = None) -> tuple[pa.Table,
             table = file.read([name for name in dict.fromkeys(names) if name in there])
     except (OSError, pa.ArrowException) as error:
         got = str(error).strip() or type(error).__name__
-        what, allowed = f"file {path} of {_SECTION}", "a file that exists and is whole"
+        what, allowed = f"file {path} of {section}", "a file that exists and is whole"
         raise DataError(what, got, allowed, "Check the path.") from error
     columns.check_present(names, table.schema.names, path)
     return table, Rows(path, 0, spelled)
 
 
 def read_items(
-    path: str, recipe: Recipe, names: tuple[str, ...], more: str | None
+    path: str,
+    recipe: Recipe,
+    names: tuple[str, ...],
+    more: str | None,
+    section: str = _SECTION,
 ) -> tuple[TensorSource, Any, Rows]:
     """Features of the rows of a file, as a recipe makes them; another column, and who they are.
+
+    section: of the settings, in messages.
 
     Raises:
         DataError: the file is missing, damaged or empty, or lacks a column.
         ConfigError: a feature that the recipe does not have, or that is dense.
     """
-    own = _of_features(recipe, names)
-    table, rows = _read(path, own, more)
+    own = _of_features(recipe, names, section)
+    table, rows = _read(path, own, more, section)
     ids = model_inputs(table, own, path, spelled=rows.spelled).ids
     parts: dict[str, Any] = {name: ids[name] for name in ids.keys}
     weights: dict[str, Tensor] = {}
@@ -636,7 +644,7 @@ def read_items(
     return found, None if more is None else columns.decoded(table.column(more)), rows
 
 
-def read_ids(path: str, recipe: Recipe, name: str, column: str) -> _Ints:
+def read_ids(path: str, recipe: Recipe, name: str, column: str, section: str) -> _Ints:
     """Ids that a recipe would make for feature `name` of another column of a file, one a row.
 
     Raises:
@@ -644,14 +652,14 @@ def read_ids(path: str, recipe: Recipe, name: str, column: str) -> _Ints:
         ConfigError: a feature that is none of the recipe's, or made of several columns.
         InputError: a row without one id.
     """
-    own = _of_features(recipe, (name,))
+    own = _of_features(recipe, (name,), section)
     if len(own.input_columns) != 1:
         allowed, remedy = "one column", "Name a feature of one column."
         raise ConfigError(f"columns of {name!r}", list(own.input_columns), allowed, remedy)
-    table, rows = _read(path, own, column)
+    table, rows = _read(path, own, column, section)
     table = table.select([column]).rename_columns(list(own.input_columns))
     where = f"column {column!r} of {path}"
-    return one_each(model_inputs(table, own, where, spelled=rows.spelled).ids, name)
+    return one_each(model_inputs(table, own, where, spelled=rows.spelled).ids, name, section)
 
 
 def _read_edges(path: str, recipe: Recipe, settings: SamplerSettings) -> tuple[_Ints, _Ints]:

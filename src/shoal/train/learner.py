@@ -308,9 +308,13 @@ class Learner:
 
     def predict(self, batch: Batch) -> Tensor:
         """Probabilities [B] or [B, T], float32, on the run's device; nothing is inserted."""
+        return self.logits(batch).sigmoid()
+
+    def logits(self, batch: Batch) -> Tensor:
+        """Of the probabilities of `predict`; they tell apart what rounds to 1 there."""
         self.model.eval()
         with torch.inference_mode():
-            return self._objective.logits(self.model(self._moved(batch))).sigmoid()
+            return self._objective.logits(self.model(self._moved(batch)))
 
     def vectors(self, batch: Batch) -> Tensor:
         """Vectors of users and of items [2, B, E], float32, on the run's device; as `predict`."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.data import Batch
-from shoal.data.catalog import Catalog
+from shoal.data.catalog import SECTION, Catalog
 from shoal.data.item_tree import ItemTree
 from shoal.data.samplers import one_each
 from shoal.metrics import NOT_FOUND, item_ranks, ranking_figures
@@ -72,7 +72,7 @@ class Retrieval:
 
     def _searched(self, tree: ItemTree, batch: Batch, positive_P: Any) -> Tensor:
         beam = self._catalog.settings.beam
-        own_P = one_each(batch.ids, self._catalog.id)[positive_P]
+        own_P = one_each(batch.ids, self._catalog.id, SECTION)[positive_P]
         ranks_P = np.full(positive_P.size, NOT_FOUND)
         # Searches are collective calls: as many on every rank.
         size = max(1, _MOST_NODES // (beam * tree.branch))
@@ -81,11 +81,16 @@ class Retrieval:
 
             def score(at_M: Any, ids_M: Any, rows_S: Any = rows_S) -> Any:
                 made = tree.with_nodes(batch, rows_S[at_M], ids_M)
-                found = self._learner.predict(made).cpu()
+                found = self._learner.logits(made).cpu()
                 return (found if found.ndim == 1 else found[:, 0]).numpy()
 
             leaves = tree.beam_search(score, rows_S.size, beam)
-            place_M = np.arange(leaves.rows_M.size) - np.searchsorted(leaves.rows_M, leaves.rows_M)
             hit_M = leaves.ids_M == own_S[leaves.rows_M]
-            ranks_P[low + leaves.rows_M[hit_M]] = 1 + place_M[hit_M]
+            hits = leaves.rows_M[hit_M]
+            score_S = np.full(rows_S.size, np.nan, np.float32)
+            score_S[hits] = leaves.scores_M[hit_M]
+            # As in `item_ranks`: also equal scores and NaN are ahead.
+            ahead_M = ~(leaves.scores_M < score_S[leaves.rows_M])
+            counts_S = np.bincount(leaves.rows_M[ahead_M], minlength=rows_S.size)
+            ranks_P[low + hits] = counts_S[hits]
         return torch.from_numpy(ranks_P)

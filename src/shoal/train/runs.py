@@ -98,29 +98,45 @@ def write_predictions(
     Raises:
         DataError: the file cannot be written.
     """
+    found = (_of_all(_rows(learner, batch), ranks) for batch in batches)
     if not ranks.leads:
-        for batch in batches:
-            ranks.gathered(_rows(learner, batch), what="predictions of a batch")
+        for _ in found:
+            pass
         return 0
     partial, examples = Path(f"{path}.partial"), 0
+    ends: list[Callable[[], object]] = [partial.unlink]
     try:
-        with partial.open("wb") as file, progress, ExitStack() as held:
-            writer = None
-            for batch in batches:
-                mine = _rows(learner, batch)
-                every = [mine]
-                if ranks.many:
-                    every = ranks.gathered(mine, what="predictions of a batch")
-                if writer is None:
-                    opened = pq.ParquetWriter(file, mine.schema, compression="zstd")
-                    writer = held.enter_context(opened)
-                for rows in every:
-                    writer.write_table(rows)
-                    examples += rows.num_rows
+        with _writing(path):
+            file = partial.open("wb")
+        ends.insert(0, file.close)
+        writer = None
+        with progress:
+            for every in found:
+                with _writing(path):
+                    if writer is None:
+                        writer = pq.ParquetWriter(file, every[0].schema, compression="zstd")
+                        ends.insert(0, writer.close)
+                    for rows in every:
+                        writer.write_table(rows)
+                        examples += rows.num_rows
                 if progress.due():
                     progress.show(ProgressState(examples=examples))
             progress.show(ProgressState(examples=examples), final=True)
-        partial.replace(path)
+        with _writing(path):
+            for end in ends[:-1]:
+                end()
+            partial.replace(path)
+    finally:
+        for end in ends:
+            with suppress(OSError, ValueError):
+                end()
+    return examples
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError) as error:  # also a path that no file can have
         raise DataError(
             "file of predictions",
@@ -128,10 +144,17 @@ def write_predictions(
             allowed="a path in a folder that exists and can be written",
             remedy="Choose another with --out.",
         ) from error
-    finally:
-        with suppress(OSError, ValueError):
-            partial.unlink()
-    return examples
+
+
+def _of_all(rows: pa.Table, ranks: Ranks) -> list[pa.Table]:
+    if not ranks.many:
+        return [rows]
+    # Pickled, a slice of keys would bring all of its row group.
+    sent = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sent, rows.schema) as stream:
+        stream.write_table(rows)
+    every = ranks.gathered(sent.getvalue().to_pybytes(), what="predictions of a batch")
+    return [pa.ipc.open_stream(one).read_all() for one in every]
 
 
 def _rows(learner: Learner, batch: Batch) -> pa.Table:

@@ -36,6 +36,7 @@ LEAVES = [10 * node + k for node in INNER[4:] for k in (1, 2)]
 IDS = np.array([*LEAVES[::-1], *INNER])
 PARENTS = np.where(IDS == 1, 1, np.maximum(IDS // 10, 1))
 SETTINGS = TreeSettings(id="item", counts=(0, 1, 3, 4))
+SHORT = TreeSettings(id="item", counts=(0, 1))
 
 
 def nodes(ids: Any = IDS) -> TensorSource:
@@ -192,6 +193,27 @@ def test_a_tree_is_made_of_items_in_order(tmp_path: Path) -> None:
     assert kinds[-4] == []
 
 
+@pytest.mark.parametrize(
+    ("more", "error", "message"),
+    [
+        ({"order": "lists"}, DataError, r"column 'lists' of .*: got list<.*allowed: numbers"),
+        ({"order": "place"}, DataError, r"column 'place' of .*: got struct<.*data\.tree\.order"),
+        ({"id": "itm"}, ConfigError, r"feature of data\.tree: got 'itm'"),
+        ({"attributes": ("knd",)}, ConfigError, r"feature of data\.tree: got 'knd'"),
+        ({"items": "none.parquet"}, DataError, r"none\.parquet of data\.tree"),
+    ],
+)
+def test_what_no_tree_can_be_made_of_is_named(
+    tmp_path: Path, more: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    path = tmp_path / "items.parquet"
+    places = [{"x": 1}, {"x": 2}, {"x": 1}]
+    pq.write_table(pa.table({"item": range(3), "lists": [[1], [None], [2]], "place": places}), path)
+    recipe = Recipe(ids=(IdFeature(name="item"),), label="label")
+    with pytest.raises(error, match=message):
+        ItemTree.open(replace(SHORT, **{"items": str(path), **more}), recipe)
+
+
 @pytest.mark.parametrize("branch", [2, 5])
 @pytest.mark.parametrize("size", [2, 5, 6, 26])
 def test_every_item_is_a_leaf_of_the_last_layer(size: int, branch: int) -> None:
@@ -235,6 +257,11 @@ def test_bad_settings_and_items_are_named() -> None:
         ItemTree.open(SETTINGS, Recipe(ids=(IdFeature(name="item"),), label="y"))
     with pytest.raises(DataError, match="items of a tree: got 1"):
         ItemTree.of_items(nodes(IDS[:1]), SETTINGS, rows=torch.arange(1))
+    with pytest.raises(DataError, match=r"id of an item of a tree: got -3; .*-3\.\.-1"):
+        ItemTree.of_items(nodes(np.array([-4, -3, 5, 6])), SHORT, rows=torch.arange(4))
+    ItemTree.of_items(nodes(np.array([-4, -5, 5, 6])), SHORT, rows=torch.arange(4))
+    with pytest.raises(ConfigError, match=r"got \[0, 1, 3, 4\]; allowed: 3 at most"):
+        ItemTree.of_items(nodes(np.arange(4)), SETTINGS, rows=torch.arange(4))
     for counts in ((0, 3, 3, 4), (0, 1, 3)):
         with pytest.raises(ConfigError, match=r"counts of a tree: got .* \[1, 3, 6, 12\] nodes"):
             tree(TreeSettings(id="item", counts=counts))

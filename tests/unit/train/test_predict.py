@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import date, timedelta
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.csv as csv
@@ -18,6 +20,10 @@ from shoal import config, train
 from shoal.config.build import open_data
 from shoal.data import IdFeature, ParquetSource, Recipe
 from shoal.errors import ConfigError, DataError
+from shoal.telemetry import ProgressLine
+from shoal.train.learner import Learner
+from shoal.train.ranks import Ranks
+from shoal.train.runs import _of_all, write_predictions
 
 ROOT = Path(__file__).parents[3]
 SILENT = Console(quiet=True)
@@ -168,6 +174,36 @@ def test_keys_follow_their_examples_in_any_order(tmp_path: Path):
     assert keys is not None
     assert keys["order"].to_pylist() == [f"order-{n}" for n in rows.tolist()]
     assert keys["price"].to_pylist() == [Decimal(n) / 4 for n in rows.tolist()]
+
+
+def test_keys_may_be_nullable_in_one_file_only(run: Path, tmp_path: Path):
+    strict = pa.schema([pa.field("user", pa.int64()), pa.field("n", pa.int64(), nullable=False)])
+    paths = [
+        new(tmp_path, pa.table({"user": [1, 2], "n": [1, 2]}, schema=strict), "strict.parquet"),
+        new(tmp_path, pa.table({"user": [3, 4], "n": [3, None]}), "lax.parquet"),
+    ]
+    for order in (paths, paths[::-1]):
+        found = predict(run, *order, keys=("n",))
+        assert sorted(found["n"].drop_null().to_pylist()) == [1, 2, 3]
+
+
+def test_errors_of_examples_are_none_of_the_file(tmp_path: Path):
+    def broken() -> Iterator[Any]:
+        raise ValueError("of examples")
+        yield
+
+    line = ProgressLine(SILENT, "predict", 1)
+    with pytest.raises(ValueError, match=r"^of examples$"):
+        write_predictions(tmp_path / "out.parquet", cast(Learner, None), broken(), line)
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_send_rows_of_a_slice_alone():
+    whole = pa.table({"order": pa.array([f"order-{n}" * 10 for n in range(20_000)])})
+    rows, sent = whole.slice(5000, 10), list[bytes]()
+    ranks = SimpleNamespace(many=True, gathered=lambda one, what: sent.append(one) or [one, one])
+    assert _of_all(rows, cast(Ranks, ranks)) == [rows, rows]
+    assert len(pickle.dumps(sent)) < 10_000
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ class Model:
         items = [ITEMS.get(own[0], (9.0, 9.0)) for own in batch.ids["item"].to_lists()]
         return torch.tensor([users, items])
 
-    def predict(self, batch: Batch) -> Tensor:
+    def logits(self, batch: Batch) -> Tensor:
         """Of an inner node the best of the items below it."""
         below = {-1: [10, 11, 12, 13], -2: [10, 11], -3: [12, 13]}
         users = batch.ids["user"].values.tolist()
@@ -56,8 +56,13 @@ class Model:
         )
 
 
-def figures(catalog: Catalog, *batches: Batch) -> dict[str, float]:
-    made = Retrieval(cast(Learner, Model()), catalog, 3, ALONE)
+class Constant(Model):
+    def logits(self, batch: Batch) -> Tensor:
+        return torch.zeros(batch.labels.numel())
+
+
+def figures(catalog: Catalog, *batches: Batch, model: Any = None) -> dict[str, float]:
+    made = Retrieval(cast(Learner, model or Model()), catalog, 3, ALONE)
     for batch in batches:
         made.add(batch)
     return made.figures()
@@ -94,6 +99,13 @@ def test_items_are_found_down_a_tree(monkeypatch: Any, most_nodes: int) -> None:
     # A beam of one node goes down to 12 and 13 for user 1, and then keeps 13.
     narrow = Catalog(RetrievalSettings(k=(1,)), tree, "item")
     assert figures(narrow, *BATCHES)["hit_rate@1"] == 1 / 4
+
+
+def test_of_equal_scores_the_own_item_is_the_last() -> None:
+    tree = ItemTree.of_items(KNOWN, TreeSettings(id="item", counts=(0, 1)), rows=torch.arange(4))
+    settings = RetrievalSettings(k=(1, 3, 4), width=4)
+    found = figures(Catalog(settings, tree, "item"), *BATCHES, model=Constant())
+    assert [found[f"hit_rate@{k}"] for k in (1, 3, 4)] == [0, 0, 3 / 4]
 
 
 def test_what_does_not_fit_is_named() -> None:
