@@ -73,8 +73,9 @@ class Scorer(nn.Module):
         self._outputs_of = compiled(outputs_of, config.compile)
         self._graphed = has_cuda_graphs(config.compile)
         self._whole = config.data.batch_size // (world_size * config.distributed.workers)
-        # Training batches so far, none of them compiled; None: one was, or that is known.
-        self._eager = None if config.compile is False else 0
+        # Training batches so far, none of them compiled; None: one was, or the first model says so.
+        main = parts.spec.kind == config.model.kind
+        self._eager = 0 if config.compile and main else None
 
     def forward(self, batch: Batch, *, vectors: bool = False) -> Tensor:
         rows = self.tables(batch.ids, event_time_s=batch.event_time_s)

@@ -181,7 +181,7 @@ def test_a_run_whose_batches_are_all_eager_says_so_once(
     monkeypatch.setattr(torch, "compile", lambda function, mode: made(function))
     monkeypatch.setattr(learning, "_EAGER_BATCHES", 5)
     monkeypatch.setattr(learning.Scorer, "__init__", larger)
-    run(tmp_path, compile=True)
+    run(tmp_path, compile=True, baselines=["logistic"])
     assert caplog.text.count("the first 5 training batches were eager") == said
 
 
