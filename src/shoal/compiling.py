@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
@@ -20,6 +20,9 @@ Compile = bool | CompileMode
 """False: eager. True: torch.compile's default mode."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 _GRAPHED = ("reduce-overhead", "max-autotune")
+_OTHERS = ", ".join(
+    ["false", "true", *(one for one in get_args(CompileMode) if one not in _GRAPHED)]
+)
 
 
 def has_cuda_graphs(how: Compile) -> bool:
@@ -27,22 +30,30 @@ def has_cuda_graphs(how: Compile) -> bool:
     return how in _GRAPHED
 
 
-def check_compile(how: Compile, device: torch.device) -> None:
+def check_compile(how: Compile, device: torch.device, keeping: Sequence[str] = ()) -> None:
     """Check that a mode is one, and that this machine can compile for a device.
+
+    Args:
+        how: mode.
+        device: of the dense part.
+        keeping: settings that keep gradients, or what they are made of, for the next forward.
 
     Raises:
         UnknownName: no such mode.
-        ConfigError: a mode with CUDA graphs on another device.
+        ConfigError: a mode with CUDA graphs on another device, or with a setting that keeps.
         DeviceUnavailable: no C++ compiler for a CPU.
     """
     if isinstance(how, str) and how not in get_args(CompileMode):
         raise unknown_name("mode of compile", how, get_args(CompileMode))
+    for setting in keeping if has_cuda_graphs(how) else ():
+        remedy = "Set compile=true: CUDA graphs use the memory of gradients again."
+        raise ConfigError(f"compile with {setting}", how, _OTHERS, remedy)
     if has_cuda_graphs(how) and device.type != "cuda":
         raise ConfigError(
             f"compile={how}",
             got=f"device {device.type}",
-            allowed="cuda: it replays CUDA graphs",
-            remedy="Set compile=true.",
+            allowed=f"device cuda; on others compile of {_OTHERS}",
+            remedy="Set compile=true: CUDA graphs need a GPU.",
         )
     cxx = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if how and device.type == "cpu" and shutil.which(cxx) is None:
@@ -63,7 +74,10 @@ def compiled(function: Function, how: Compile) -> Function:
 
 
 def begin_step() -> None:
-    """Memory of the step before may be used again, in modes with CUDA graphs."""
+    """Memory of the step before may be used again, in modes with CUDA graphs.
+
+    Once a step, before its first forward: a backward that is still to come loses what it needs.
+    """
     torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
 

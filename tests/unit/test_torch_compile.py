@@ -25,7 +25,9 @@ from shoal import (
     clip_grad_norm_,
     optimizers,
 )
-from shoal.errors import ShoalError
+from shoal.comm.collectives import LocalCollectives
+from shoal.distributed import model as wrapping
+from shoal.errors import DeviceUnavailable, ShoalError
 
 # Of the compiler itself: it looks at `.grad` of everything.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -128,6 +130,31 @@ def test_a_wrapper_compiles_what_holds_no_table(monkeypatch: pytest.MonkeyPatch)
 def test_modes_that_cannot_be_are_refused(mode: str) -> None:
     with pytest.raises(ShoalError, match=f"{mode}"):
         DistributedModelParallel(Net(), compile=mode)  # type: ignore[arg-type]
+
+
+def test_a_split_dense_part_has_no_cuda_graphs() -> None:
+    with pytest.raises(ShoalError, match="compile with dense=fsdp2: got max-autotune"):
+        DistributedModelParallel(Net(), compile="max-autotune", dense="fsdp2")
+
+
+def test_another_rank_without_a_compiler_is_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gathered(self: LocalCollectives, value: object, *, what: str) -> list[object]:
+        return [value, ("no g++", None)]
+
+    monkeypatch.setattr(LocalCollectives, "gather_objects", gathered)
+    with pytest.raises(DeviceUnavailable, match="on rank 1: no g"):
+        DistributedModelParallel(Net(), compile=True)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_each_forward_begins_a_step(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[bool] = []
+    monkeypatch.setattr(wrapping, "has_cuda_graphs", lambda how: True)
+    monkeypatch.setattr(wrapping, "begin_step", lambda: begun.append(True))
+    model = DistributedModelParallel(Net()).train(training)
+    for _ in range(2):
+        model(batch(2))
+    assert len(begun) == 2
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.backends.torch import TorchCollectives
 from shoal.comm.collectives import Call, Collectives
-from shoal.comm.consensus import require_same
+from shoal.comm.consensus import require_same, together
 from shoal.comm.flags import read_flags
 from shoal.comm.launch import init
 from shoal.comm.mesh import Mesh, Path
@@ -31,7 +31,7 @@ from shoal.compiling import (
 )
 from shoal.distributed.batch_norm import resting
 from shoal.embedding.collection import EmbeddingCollection
-from shoal.errors import CollectiveFailed, ConfigError, unknown_name
+from shoal.errors import CollectiveFailed, ConfigError, DeviceUnavailable, unknown_name
 from shoal.exchange.all_to_all import AllToAllExchange, GradReduce
 from shoal.exchange.local import Exchange
 from shoal.exchange.wire import Wire
@@ -275,7 +275,9 @@ class DistributedModelParallel(nn.Module):
         compile: `torch.compile` of the largest parts that hold no collection, in place: True, or a
             mode of it; forwards around lookups stay eager. Modes with CUDA graphs
             ("reduce-overhead", "max-autotune") use the memory of outputs and gradients again at
-            the next forward: copy what you keep, and do not add up gradients over batches.
+            the next forward, in eval() too: copy what you keep, do not add up gradients over
+            batches, and run each backward before the next forward: two forwards before one
+            backward break it. They refuse dense="fsdp2".
 
     Attributes:
         module: the wrapped module.
@@ -283,7 +285,9 @@ class DistributedModelParallel(nn.Module):
 
     Raises:
         ConfigError: ranks that build different tables, a placement that does not fit, tables on
-            another kind of device than the ranks, or optimizers made before.
+            another kind of device than the ranks, optimizers made before, or a mode of compile
+            that does not go with the device or with `dense`.
+        DeviceUnavailable: on every rank, if one has no compiler.
         TicketError: a lookup or a gradient of the tables is open.
     """
 
@@ -305,7 +309,13 @@ class DistributedModelParallel(nn.Module):
             raise unknown_name("dense wrapper", dense, get_args(DenseWrapper))
         self.module = module
         self.mesh = init() if mesh is None else mesh
-        check_compile(compile, self.mesh.device)
+        keeping = ["dense=fsdp2"] if dense == "fsdp2" else []
+        together(
+            self.mesh.control,
+            "compile of a model",
+            partial(check_compile, compile, self.mesh.device, keeping),
+            failed=DeviceUnavailable,
+        )
         self._graphed = has_cuda_graphs(compile)
         wire = Wire(grads=read_flags().gradient_wire) if wire is None else wire
         self._path = exchange_path
@@ -351,7 +361,7 @@ class DistributedModelParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. In training with gradients, backward averages dense ones."""
         self._open()
-        if self._graphed and self.training:
+        if self._graphed:
             begin_step()
         if self._wrapped is not None and self.training and torch.is_grad_enabled():
             # Until the module's own forward it only exchanges buffers and similar tensors.

@@ -123,10 +123,12 @@ Widths = Inputs | tuple[int, int, int]
 def in_autocast(inputs: Tensor) -> Tensor:
     """In the dtype of autocast's products, where it is on.
 
-    Autocast casts for each product anew, and leaves a product times float32 inputs in float32.
+    Autocast casts for each product anew, and leaves a product times float32 inputs in float32. It
+    leaves float64 as it is.
     """
     device = inputs.device.type
-    if not torch.is_autocast_enabled(device):
+    # The meta device has no autocast to ask for.
+    if inputs.is_meta or inputs.dtype is torch.float64 or not torch.is_autocast_enabled(device):
         return inputs
     return inputs.to(torch.get_autocast_dtype(device))
 

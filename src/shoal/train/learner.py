@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -13,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.checkpoint import Contents
 from shoal.comm.collectives import Collectives
+from shoal.comm.consensus import together
 from shoal.comm.transport import Secret
 from shoal.compiling import begin_step, check_compile, compiled, has_cuda_graphs
 from shoal.config.build import ModelParts, build_host_rows
@@ -22,7 +24,7 @@ from shoal.discovery import Discovery
 from shoal.distributed import DistributedModelParallel
 from shoal.distributed.batch_norm import normalise_over_ranks
 from shoal.embedding.collection import EmbeddingCollection
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, DeviceUnavailable
 from shoal.exchange.wire import Wire
 from shoal.models import Predicted
 from shoal.models.tasks import AMP_DTYPES, inputs_of_ids, outputs_of, sampled_logits
@@ -41,6 +43,9 @@ from shoal.train.dense_optimizers import dense_optimizers
 from shoal.train.ranks import ALONE, Ranks
 from shoal.train.table_placement import planned, settled_placement
 from shoal.uncompiled import uncompiled
+
+_log = logging.getLogger("shoal.train")
+_EAGER_BATCHES = 100  # after so many, none of them compiled, a run says so
 
 
 class Scorer(nn.Module):
@@ -68,14 +73,17 @@ class Scorer(nn.Module):
         self._outputs_of = compiled(outputs_of, config.compile)
         self._graphed = has_cuda_graphs(config.compile)
         self._whole = config.data.batch_size // (world_size * config.distributed.workers)
+        # Training batches so far, none of them compiled; None: one was, or the first model says so.
+        main = parts.spec.kind == config.model.kind
+        self._eager = 0 if config.compile and main else None
 
     def forward(self, batch: Batch, *, vectors: bool = False) -> Tensor:
         rows = self.tables(batch.ids, event_time_s=batch.event_time_s)
         id_feature = self._id_feature if self.training else None
         rows |= inputs_of_ids(batch.ids, self._sequences, id_feature)
         compiles = self.training and batch.labels.shape[0] >= self._whole
-        if self._graphed:
-            begin_step()
+        if self.training and self._eager is not None:
+            self._eager = None if compiles else self._count_eager(self._eager + 1)
         compute = self._outputs_of if compiles else outputs_of
         outputs = compute(
             self.module,
@@ -89,6 +97,17 @@ class Scorer(nn.Module):
         # FSDP2 hangs a hook on what comes out, which a change of a view in place would drop; CUDA
         # graphs use its memory again.
         return outputs.clone() if self._split or self._graphed else outputs
+
+    def _count_eager(self, count: int) -> int | None:
+        if count < _EAGER_BATCHES:
+            return count
+        _log.warning(
+            "compile: the first %d training batches were eager: each has fewer examples than %d,"
+            " which is data.batch_size over the ranks",
+            count,
+            self._whole,
+        )
+        return None
 
 
 class Learner:
@@ -122,7 +141,12 @@ class Learner:
         previous: Callable[[], Plan | None] = lambda: None,
         rate_of: Callable[[float | Schedule], float | Schedule] = lambda rate: rate,
     ) -> None:
-        _check_compile(config)
+        together(
+            ranks.control,
+            "compile of a model",
+            partial(_check_compile, config),
+            failed=DeviceUnavailable,
+        )
         self.name = name
         self.predicted = Predicted(name, parts.tasks)
         self._objective = parts.spec.objective(parts.tasks)
@@ -145,6 +169,7 @@ class Learner:
         self.steps = 0
         self.nan_policy = config.nan_policy
         self._device = torch.device(config.device)
+        self._graphed = has_cuda_graphs(config.compile)
         self._clip_norm = config.clip_norm
         self._moments: Collectives | None = None
         placed_here = ranks.mesh is not None and not self.served
@@ -261,6 +286,11 @@ class Learner:
         (found,) = self._moments.all_reduce(values, "sum", what="items of a batch").wait()
         return found
 
+    def begin_step(self) -> None:
+        """Before the first forward of a step, of all models that one backward is of."""
+        if self._graphed:
+            begin_step()
+
     def train_step(self, window: Sequence[Batch]) -> list[Tensor]:
         """One optimizer step over the batches of a window; their losses add as one batch's would.
 
@@ -275,6 +305,7 @@ class Learner:
         # Of a window that weighs nothing the loss is 0, and so are gradients.
         total = sum(window_weight(batch) for batch in window) or 1.0
         seen: list[Tensor] = []
+        self.begin_step()
         for batch in map(self._moved, window):
             outputs = self._trained(batch)
             loss = self.scaled(self._loss_sum(outputs, batch) / total)
@@ -406,19 +437,12 @@ class Learner:
 
 
 def _check_compile(config: RunConfig) -> None:
-    check_compile(config.compile, torch.device(config.device))
-    keeps = {
+    keeping = {
         f"accumulation={config.accumulation}": config.accumulation > 1,
         "distributed.dense=fsdp2": config.distributed.dense == "fsdp2",
     }
-    for setting, keeps_gradients in keeps.items():
-        if keeps_gradients and has_cuda_graphs(config.compile):
-            raise ConfigError(
-                f"compile with {setting}",
-                got=config.compile,
-                allowed="true, max-autotune-no-cudagraphs",
-                remedy="Set compile=true: CUDA graphs use the memory of gradients again.",
-            )
+    device = torch.device(config.device)
+    check_compile(config.compile, device, [one for one, keeps in keeping.items() if keeps])
 
 
 def _connected(specs: Sequence[TableSpec], config: RunConfig) -> tuple[Discovery, ServerExchange]:

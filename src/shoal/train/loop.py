@@ -201,6 +201,7 @@ class _Every(nn.Module):
         self.models = nn.ModuleList([one.model for one in learners])
 
     def forward(self, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        self._learners[0].begin_step()  # one for all: one backward is of all of them
         given = {one.name: one.losses(batch) for one in self._learners}
         losses = {name: loss for name, (loss, _) in given.items()}
         return losses, {name: logits_B for name, (_, logits_B) in given.items()}

@@ -254,6 +254,20 @@ def test_an_mlp_of_any_width_multiplies_as_linear_layers(width: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
 
 
+def test_autocast_leaves_doubles() -> None:
+    mlp = MLP(13, (), out_features=2).double()
+    inputs = torch.randn(B, 13, dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(mlp(inputs), nn.functional.linear(inputs, mlp[0].weight, mlp[0].bias))
+
+
+def test_models_on_the_meta_device_have_shapes() -> None:
+    with torch.device("meta"):
+        model = DCN((2, 2, 4), hidden=(3,))
+        dense, rows = torch.empty(B, 2), torch.empty(B, 2, 4)
+    assert model(dense, rows).shape == (B,)
+
+
 def test_mlp_is_he_initialised() -> None:
     layer = MLP(400, (400,))[0]
     assert isinstance(layer, nn.Linear)

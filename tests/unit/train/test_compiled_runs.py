@@ -13,6 +13,8 @@ from rich.console import Console
 
 from shoal import config, train
 from shoal.errors import ConfigError, DeviceUnavailable
+from shoal.train import learner as learning
+from shoal.train.learner import Learner
 
 # Of the compiler itself.
 pytestmark = [
@@ -106,11 +108,18 @@ def test_what_cannot_be_compiled_is_refused(
         run(tmp_path, **changes)
 
 
-@pytest.mark.gpu
+WORKING = "allowed: .*false, true, default, max-autotune-no-cudagraphs"
+
+
+def test_all_that_works_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=WORKING):
+        run(tmp_path, compile="max-autotune")
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"accumulation": 2}, "compile with accumulation=2: got max-autotune"),
+        ({"accumulation": 2}, f"compile with accumulation=2: got max-autotune; {WORKING}"),
         ({"distributed": {"dense": "fsdp2"}}, "compile with distributed.dense=fsdp2"),
     ],
 )
@@ -118,7 +127,62 @@ def test_cuda_graphs_keep_no_gradients(
     tmp_path: Path, changes: dict[str, object], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        run(tmp_path, device="cuda", compile="max-autotune", **changes)
+        run(tmp_path, compile="max-autotune", **changes)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_step_begins_before_all_forwards_of_its_backward(
+    tmp_path: Path, staleness: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(learning, "has_cuda_graphs", lambda how: True)
+    monkeypatch.setattr(learning, "begin_step", lambda: events.append("begin"))
+    trained, apply = Learner._trained, Learner.apply
+    monkeypatch.setattr(
+        Learner, "_trained", lambda self, batch: (events.append("forward"), trained(self, batch))[1]
+    )
+    monkeypatch.setattr(Learner, "apply", lambda self: (events.append("apply"), apply(self))[1])
+    run(tmp_path, distributed={"staleness": staleness}, baselines=["logistic"])
+    # Two models, one after the other or by one backward; evaluation is eager and begins nothing.
+    step = ["begin", *["forward"] * 2, *["apply"] * 2] if staleness else 2 * [
+        "begin", "forward", "apply"
+    ]  # fmt: skip
+    assert events == step * 14
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_cuda_graphs_of_two_models_learn_the_same(tmp_path: Path, staleness: int) -> None:
+    model = {"kind": "dcn", "hidden": [16], "low_rank": 4}
+    changes = {"device": "cuda", "distributed": {"staleness": staleness}, "model": model}
+    changes["baselines"] = ["logistic"]
+    want = run(tmp_path / "eager", **changes)
+    got = run(tmp_path / "compiled", compile="reduce-overhead", **changes)
+    assert list(got.metrics) == list(want.metrics)
+    for name, sheet in want.metrics.items():
+        assert got.metrics[name]["log_loss"] == pytest.approx(sheet["log_loss"], abs=2e-3)
+
+
+@pytest.mark.usefixtures("traced_only")
+@pytest.mark.parametrize(("whole", "said"), [(64, 0), (1000, 1)])
+def test_a_run_whose_batches_are_all_eager_says_so_once(
+    tmp_path: Path,
+    whole: int,
+    said: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made, init = torch.compile, learning.Scorer.__init__
+
+    def larger(self: learning.Scorer, *args: object, **more: object) -> None:
+        init(self, *args, **more)  # type: ignore[arg-type]
+        self._whole = whole
+
+    monkeypatch.setattr(torch, "compile", lambda function, mode: made(function))
+    monkeypatch.setattr(learning, "_EAGER_BATCHES", 5)
+    monkeypatch.setattr(learning.Scorer, "__init__", larger)
+    run(tmp_path, compile=True, baselines=["logistic"])
+    assert caplog.text.count("the first 5 training batches were eager") == said
 
 
 def test_a_cpu_without_a_compiler_is_refused(

@@ -17,7 +17,8 @@ from torch import nn
 from shoal import config, train
 from shoal.config.tree import DenseOptimizerSettings, DenseRuleSettings
 from shoal.errors import ConfigError, UnknownName
-from shoal.train.dense_optimizers import dense_optimizers
+from shoal.train import dense_optimizers as made_of
+from shoal.train.dense_optimizers import dense_optimizers, has_fused
 
 SYNTHETIC = {
     "kind": "synthetic",
@@ -227,3 +228,47 @@ def test_a_run_with_two_optimizers_resumes_evaluates_and_warms_another(tmp_path:
     warm = {"checkpoint": {"warm_start": str(part.folder)}, "baselines": []}
     warmed = train.run(run_of(tmp_path / "d", file, 1, **warm), console=console)
     assert warmed.metrics["deepfm"]["log_loss"] < part.metrics["deepfm"]["log_loss"]
+
+
+class Unfused(torch.optim.SGD):
+    """Takes the argument, and refuses it when it is made."""
+
+    def __init__(self, params: Any, lr: float = 0.1, *, fused: bool = False) -> None:
+        if fused:
+            raise RuntimeError("`fused` is not there yet")
+        super().__init__(params, lr=lr)
+
+
+class UnfusedStep(Unfused):
+    """Refuses it when it steps."""
+
+    def __init__(self, params: Any, lr: float = 0.1, *, fused: bool = False) -> None:
+        super().__init__(params, lr=lr)
+        self.refuses = fused
+
+    def step(self, closure: Any = None) -> None:
+        if self.refuses:
+            raise NotImplementedError("no kernel")
+        super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fuses"),
+    [
+        (torch.optim.Adam, True),
+        (torch.optim.RMSprop, False),
+        (Unfused, False),
+        (UnfusedStep, False),
+    ],
+)
+def test_a_fused_step_is_taken_where_there_is_one(
+    kind: type[torch.optim.Optimizer], fuses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"tried {kind.__name__}"  # answers are kept by name
+    monkeypatch.setitem(made_of._KINDS, name, kind)
+    assert has_fused(name, torch.device("cpu")) is fuses
+    weight = nn.Parameter(torch.ones(2))
+    made = made_of._made([weight], DenseRuleSettings.model_construct(kind=name, options={}), 0.1)
+    weight.grad = torch.ones(2)
+    made.step()
+    assert (weight < 1).all()
