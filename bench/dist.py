@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -133,10 +134,10 @@ def _samples(quick: bool) -> int:
 
 def _shown(found: Sequence[Mapping[str, Any]]) -> str:
     """Times of the slowest rank: of a step; of its kernels without launches; of its launches."""
-    step, device, host = (
-        max(one[key] for one in found) for key in ("step_s", "device_ms", "host_ms")
-    )
-    return f"{1e3 * step:.2f} ms a step, device {device:.2f}, host {host:.2f}"
+    step, host = (max(one[key] for one in found) for key in ("step_s", "host_ms"))
+    device = max(one.get("device_ms", math.inf) for one in found)  # inf: not known of one
+    shown = f"{device:.2f}" if device < math.inf else "not known"
+    return f"{1e3 * step:.2f} ms a step, device {shown}, host {host:.2f}"
 
 
 MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")

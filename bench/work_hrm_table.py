@@ -25,6 +25,7 @@ from hrm.ranks import joined
 from hrm.sampler import Share
 from shoal import SparseOptimizer, comm
 from shoal.checkpoint import Contents, save
+from shoal.table.cuda.mapped import mapped_bytes
 
 __all__ = ["Size", "table_scale"]
 
@@ -88,7 +89,9 @@ class _Said:
 
 
 def _peak(device: torch.device) -> float:
-    return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else 0.0
+    if device.type != "cuda":
+        return 0.0
+    return float(torch.cuda.max_memory_allocated(device) + mapped_bytes(device))
 
 
 def _saved(folder: str, learner: Learner, mesh: comm.Mesh) -> dict[str, float]:

@@ -124,8 +124,11 @@ std::uint32_t Arena::latest() const {
 }
 
 // Rows beyond the high-water mark were never touched, so they are not resident.
-std::size_t Arena::weight_bytes() const { return used_ * weight_bytes_; }
-std::size_t Arena::state_bytes() const { return used_ * (strides_[kRows] - weight_bytes_); }
+// What fills lines up counts with the weights.
+std::size_t Arena::weight_bytes() const { return used_ * strides_[kRows] - state_bytes(); }
+std::size_t Arena::state_bytes() const {
+  return used_ * static_cast<std::size_t>(state_width_) * (dtype_ == DType::f64 ? 8 : 4);
+}
 std::size_t Arena::metadata_bytes() const {
   return used_ * (strides_[kIds] + strides_[kVersions] + strides_[kSeen]) +
          (free_.capacity() + maxima_.capacity()) * 4;

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from support import ranks
 from support.ranks import RankFailure, run_ranks, start_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -39,6 +40,14 @@ def test_ranks_are_reused_while_all_are_well() -> None:
     assert not {pid for pid, _ in run_ranks(2, process, reuse=True)} & {pid for pid, _ in first}
 
 
+def test_ranks_that_died_between_calls_are_not_reused() -> None:
+    first = run_ranks(2, process, reuse=True)
+    died = ranks._IDLE[2].processes[1]
+    died.kill()
+    died.join()
+    assert not {pid for pid, _ in run_ranks(2, process, reuse=True)} & {pid for pid, _ in first}
+
+
 def test_results_by_rank() -> None:
     assert run_ranks(2, who, 7) == [(0, 2, 7), (1, 2, 7)]
 
@@ -50,8 +59,8 @@ def test_a_failure_names_its_rank() -> None:
 
 
 def test_a_killed_rank_and_a_hang_are_told() -> None:
-    ranks = start_ranks(2, sleeps, timeout_s=1)
-    ranks.processes[0].kill()
-    found = ranks.outcomes()
+    started = start_ranks(2, sleeps, timeout_s=1)
+    started.processes[0].kill()
+    found = started.outcomes()
     assert not found[0][0] and "died" in found[0][1]
     assert found[1] == (False, "hung")

@@ -59,14 +59,18 @@ class Ranks:
             found[rank] = (False, "hung")
         if not self.last and all(good for good, _ in found.values()):
             return found
+        self.end(0 if open_pipes else 10)
+        return found
+
+    def end(self, timeout_s: float) -> None:
+        """Let ranks without work end; kill those that have not by then."""
         for pipe in self.pipes:
             pipe.close()
         for process in self.processes:
-            process.join(0 if open_pipes else 10)
+            process.join(timeout_s)
             if process.is_alive():
                 process.kill()
                 process.join()
-        return found
 
     def finish(self) -> list[Any]:
         """Results by rank.
@@ -118,7 +122,11 @@ def run_ranks(
         return start_ranks(
             world_size, function, *args, timeout_s=timeout_s, environ=environ
         ).finish()
-    ranks = _IDLE.pop(world_size, None) or _processes(world_size)
+    ranks = _IDLE.pop(world_size, None)
+    if ranks is not None and not all(process.is_alive() for process in ranks.processes):
+        ranks.end(10)  # one died between calls
+        ranks = None
+    ranks = ranks or _processes(world_size)
     results = _give(ranks, (function, args), timeout_s, environ, last=False).finish()
     _IDLE[world_size] = ranks
     return results

@@ -273,7 +273,7 @@ def pin_marks(handles: list[Tensor], chunks: int) -> Tensor:
 
     Args:
         handles: int32 handles of each live ticket, -1 where an id has no row; at least one ticket.
-        chunks: chunks present in the shard; handles lie below their end.
+        chunks: of the shard, up to the last one with rows; handles lie below their end.
     """
     marks = torch.zeros(chunks << CHUNK_BITS, dtype=torch.uint8, device=handles[0].device)
     for handles_N in handles:

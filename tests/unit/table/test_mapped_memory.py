@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from shoal.errors import OutOfDeviceMemory
+from shoal.errors import DeviceUnavailable, OutOfDeviceMemory
 from shoal.kernels.tables import CHUNK_CAPACITY, CHUNK_WEIGHTS
 from shoal.rules.initializers import Uniform
 from shoal.rules.optimizers import Adagrad
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.cuda import mapped, memory
 from shoal.table.cuda.calls import ShardTables, forms_of
-from shoal.table.cuda.mapped import RowMemory
+from shoal.table.cuda.mapped import CudaMapper, RowMemory
 from shoal.table.cuda.memory import DeviceMemory
 from shoal.table.cuda.shard import CudaShard
-from shoal.table.shard import Shard, StepContext
+from shoal.table.shard import HASHES, Shard, StepContext
 from shoal.table.spec import Segment, TableSpec
 from support.id_groups import groups_of
 
@@ -40,12 +42,15 @@ class Pretended:
 
     granularity = UNIT
 
-    def __init__(self, room: int = 1 << 40) -> None:
+    def __init__(self, room: int = 1 << 40, addresses: int = 1 << 40) -> None:
         self.room = room
+        self.addresses = addresses
         self.made: list[tuple[int, int]] = []
         self.freed: list[Any] = []
 
     def reserve(self, size: int) -> int:
+        if size > self.addresses:
+            raise OutOfDeviceMemory(f"{size} addresses")
         self.memory = torch.full((size,), 0x5A, dtype=torch.uint8)
         self.units: set[int] = set()
         return self.memory.data_ptr()
@@ -80,7 +85,7 @@ def test_parts_are_apart_and_have_memory_only_when_told() -> None:
     ends = [start + size for start, size in parts]
     assert all(end <= start for end, (start, _) in zip(ends, parts[1:], strict=False))
     assert all((start - parts[0][0]) % 512 == 0 for start, _ in parts)
-    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+    with pytest.raises(OutOfDeviceMemory, match="addresses for rows"):
         rows.take(60 * UNIT)
     for some in ([], parts[6:7], [parts[0], parts[5]], parts[2:3], parts[::-1], parts):
         rows.back(some)
@@ -124,6 +129,86 @@ def test_what_is_taken_back_is_handed_out_again_and_all_is_freed_in_the_end() ->
     del rows
     gc.collect()
     assert mapper.freed == [(mapper.memory.data_ptr(), 64 * UNIT, made)]
+
+
+@pytest.mark.parametrize(("addresses", "got"), [(64, 64), (63, 32), (16, 16)])
+def test_fewer_addresses_do_where_the_process_has_no_more(addresses: int, got: int) -> None:
+    rows = RowMemory(Pretended(addresses=addresses * UNIT), 64 * UNIT, 16 * UNIT)
+    assert rows.take(got * UNIT)
+    with pytest.raises(OutOfDeviceMemory, match="in all"):
+        rows.take(1)
+
+
+@pytest.mark.parametrize("least", [None, 16 * UNIT])
+def test_too_few_addresses_are_an_error(least: int | None) -> None:
+    with pytest.raises(OutOfDeviceMemory, match="addresses"):
+        RowMemory(Pretended(addresses=16 * UNIT - 1), 64 * UNIT, least)
+
+
+class Driver:
+    """A CUDA driver whose functions succeed, but for those in `fails`."""
+
+    def __init__(self, **fails: int) -> None:
+        self.fails = fails
+        self.called: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def call(*arguments: Any) -> int:
+            self.called.append(name)
+            if name == "cuMemGetAllocationGranularity":
+                arguments[0]._obj.value = UNIT
+            return self.fails.get(name, 0)
+
+        return call
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """A device of 100 units, of which torch holds 30; share: that the process may take."""
+    said = {"share": 1.0}
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 30 * UNIT)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (70 * UNIT, 100 * UNIT))
+    monkeypatch.setattr(
+        torch.cuda, "get_per_process_memory_fraction", lambda _: said["share"], raising=False
+    )
+    monkeypatch.setattr(mapped, "mapped_bytes", lambda _: 20 * UNIT)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("function", "result", "error", "undone"),
+    [
+        ("cuMemAddressReserve", 2, OutOfDeviceMemory, []),
+        ("cuMemAddressReserve", 1, DeviceUnavailable, []),
+        ("cuMemCreate", 2, torch.OutOfMemoryError, []),
+        ("cuMemMap", 1, DeviceUnavailable, ["cuMemRelease"]),
+        ("cuMemSetAccess", 1, DeviceUnavailable, ["cuMemUnmap"]),
+    ],
+)
+def test_what_the_driver_refuses_is_told_and_undone(
+    pretended_gpu: dict[str, float],
+    function: str,
+    result: int,
+    error: type[Exception],
+    undone: list[str],
+) -> None:
+    driver = Driver(**{function: result})
+    mapper = CudaMapper(0, driver)
+    with pytest.raises(error, match=r"memory|addresses"):
+        mapper.map(mapper.reserve(4 * UNIT), UNIT)
+    assert driver.called[driver.called.index(function) + 1 :] == undone
+
+
+def test_rows_keep_to_the_share_of_the_device(pretended_gpu: dict[str, float]) -> None:
+    driver = Driver()
+    mapper = CudaMapper(0, driver)
+    mapper.map(0, 70 * UNIT)
+    pretended_gpu["share"] = 0.6
+    mapper.map(0, 10 * UNIT)
+    with pytest.raises(torch.OutOfMemoryError, match="this process may take"):
+        mapper.map(0, 11 * UNIT)
+    assert driver.called.count("cuMemCreate") == 2
 
 
 def shard_over(mapper: Pretended, monkeypatch: pytest.MonkeyPatch, size: int) -> Shard:
@@ -170,6 +255,8 @@ def test_chunks_reach_as_far_as_the_index_and_memory_follows_the_rows(
         found.reserve(np.array([1_000, 1_000]))
         assert (found.rows_room_K >= rows).all()
         assert own.bytes_mapped < found.rows_room_K @ ROW_BYTES + 12 * UNIT
+        ready = [table.chunks[table.ready - 1] for table in found._tables]
+        assert max(ready) < found.chunks_ready <= found.chunks
         same = torch.equal(found.layout.tables_KT, before[1])
         assert same == (found.chunks == before[0])
         grew.append(not same)
@@ -180,6 +267,24 @@ def test_chunks_reach_as_far_as_the_index_and_memory_follows_the_rows(
                 assert mapper.backs(weights, rows_C * row_bytes)
             assert columns_WC[CHUNK_CAPACITY, table.chunks[: table.ready]].sum() >= rows
     assert sum(grew) == 7  # the index doubled as often
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels would read the host's memory")
+def test_snapshots_tell_of_chunks_with_memory_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = shard_over(Pretended(), monkeypatch, 1 << 24)
+    step(shard, range(600))
+    wants, cuts, covered = [], [], []
+    for more in (range(590, 1_100), range(5)):
+        wants.append(rows_of(shard))
+        cuts.append(shard.snapshot())
+        covered.append(cuts[-1]._rows._images.stamps.chunks)  # type: ignore[attr-defined]
+        step(shard, more)
+    assert covered[0] < shard._memory.chunks_ready  # type: ignore[attr-defined]
+    for cut, want in zip(cuts, wants, strict=True):
+        chunks = [cut.read(k, 0, HASHES) for k in range(2)]
+        assert [(c.ids.tolist(), c.weights.tolist(), c.state.tolist()) for c in chunks] == want
+        cut.close()
 
 
 @pytest.mark.slow

@@ -240,7 +240,8 @@ class SessionConfig:
     Args:
         allow_growth: take memory as it is needed. torch always does.
         per_process_gpu_memory_fraction: share of the GPU's memory that this process may take;
-            None is all.
+            None is all. Rows of tables take no more when they and what torch holds are that much;
+            torch itself counts only what it holds.
         visible_device_list: number of the one GPU that it uses; "" leaves it open.
         force_gpu_compatible: pin host buffers that travel to the GPU.
     """

@@ -112,7 +112,7 @@ class Index:
         memory.settle(stream)
         before = counters.erased
         held = [ticket.handles_N for ticket in self.tickets.live()]
-        marks = pin_marks(held, memory.chunks) if held else None
+        marks = pin_marks(held, memory.chunks_ready) if held else None
         expiring = {k: s.expiry for k, s in enumerate(self._tables.specs) if s.expiry is not None}
         if expiring:
             memory.make_free_lists(list(expiring))
@@ -153,7 +153,7 @@ class Index:
         """Drop what these tables hold beyond their budgets, but no rows of live lookups."""
         self._over_K[list(tables)] += shape.new_K[list(tables)]
         held = [ticket.handles_N for ticket in self.tickets.live()]
-        marks = pin_marks([handles_N, *held], self._memory.chunks)
+        marks = pin_marks([handles_N, *held], self._memory.chunks_ready)
         for part in self._scans(tables):
             self._trim_part(part, marks)
 
@@ -254,7 +254,7 @@ class Index:
             TableFull: a table may not drop rows, or has too few that may go.
         """
         held = [ticket.handles_N for ticket in self.tickets.live()]
-        marks = pin_marks([handles_N, *held], self._memory.chunks)
+        marks = pin_marks([handles_N, *held], self._memory.chunks_ready)
         rows_K = self._memory.counters.rows_K
         free_K = rows_K - self._marked_K(marks)
         for k in np.flatnonzero(over_K > 0):
@@ -273,7 +273,7 @@ class Index:
         """Marked rows of each table; waits for the device."""
         per_chunk = marks.view(-1, CHUNK_ROWS).sum(dim=1, dtype=torch.int64).cpu().numpy()
         counts = np.zeros(len(self._tables.specs), dtype=np.int64)
-        np.add.at(counts, self._memory.columns_WC[CHUNK_TABLE], per_chunk[: self._memory.chunks])
+        np.add.at(counts, self._memory.columns_WC[CHUNK_TABLE, : len(per_chunk)], per_chunk)
         return counts
 
     def drop(self, tables: Sequence[int], drops: Sequence[int], marks: Tensor | None) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+
+from shoal.errors import DeviceUnavailable, OutOfDeviceMemory
 
 _ALIGNED = 512
 _ADDRESSES = 4  # times the bytes of the device: tables have addresses for rows to come
@@ -23,7 +26,11 @@ class Mapper(Protocol):
     granularity: int
 
     def reserve(self, size: int) -> int:
-        """The first of `size` addresses that nobody else gets."""
+        """The first of `size` addresses that nobody else gets.
+
+        Raises:
+            OutOfDeviceMemory: the process has not so many left.
+        """
         ...
 
     def map(self, address: int, size: int) -> None:
@@ -50,13 +57,25 @@ class RowMemory:
     Args:
         mapper: of the device.
         most: addresses that can ever be taken.
+        least: as few will do, where the process has no more; None: `most`.
+
+    Raises:
+        OutOfDeviceMemory: the process has fewer addresses left.
     """
 
-    def __init__(self, mapper: Mapper, most: int) -> None:
+    def __init__(self, mapper: Mapper, most: int, least: int | None = None) -> None:
         unit = mapper.granularity
         self._mapper = mapper
         self._most = most // unit * unit
-        self._start = mapper.reserve(self._most)
+        while True:
+            try:
+                self._start = mapper.reserve(self._most)
+                break
+            except OutOfDeviceMemory:
+                fewer = self._most // 2 // unit * unit
+                if fewer < (most if least is None else least) // unit * unit:
+                    raise
+                self._most = fewer
         self._used = 0
         self._backed = np.zeros(self._most // unit, dtype=np.bool_)  # units with memory behind
         self._pieces: list[tuple[int, int]] = []
@@ -77,11 +96,17 @@ class RowMemory:
         """The first of `size` addresses, a multiple of 512. There may be nothing behind them.
 
         Raises:
-            torch.OutOfMemoryError: no more addresses; nothing has changed.
+            OutOfDeviceMemory: no more addresses; nothing has changed.
         """
         end = self._used + (size + _ALIGNED - 1) // _ALIGNED * _ALIGNED
         if end > self._most:
-            raise _no_memory(size)
+            raise OutOfDeviceMemory(
+                "addresses for rows of a GPU shard",
+                got=f"{size:,} bytes wanted on top of {self._used:,}",
+                allowed=f"{self._most:,} bytes in all, with memory behind them or not",
+                remedy="Spread the tables over more shards, or give them a row budget "
+                "(capacity_rows with on_full='lru' or 'lfu').",
+            )
         address, self._used = self._start + self._used, end
         return address
 
@@ -119,30 +144,39 @@ class RowMemory:
 
 
 def row_memory(device: torch.device) -> RowMemory | None:
-    """Mapped memory of a device; None where its driver cannot map: torch's allocator serves."""
+    """Mapped memory of a device; None where its driver cannot map: torch's allocator serves.
+
+    Raises:
+        OutOfDeviceMemory: the process has no addresses left for another shard.
+    """
     if device.type != "cuda" or device.index is None:
         return None
     most = torch.cuda.mem_get_info(device)[1]  # initialises the driver, too
     mapper = CudaMapper.of(device.index)
     if mapper is None:
         return None
-    made = RowMemory(mapper, _ADDRESSES * most)
-    _MADE.setdefault(device.index, weakref.WeakSet()).add(made)
+    made = RowMemory(mapper, _ADDRESSES * most, most)
+    with _MAKING:
+        _MADE.setdefault(device.index, weakref.WeakSet()).add(made)
     return made
 
 
 _MADE: dict[int, weakref.WeakSet[RowMemory]] = {}
+_MAKING = threading.Lock()  # shards are made in any thread
 
 
 def mapped_bytes(device: torch.device) -> int:
     """Bytes of a device that rows of this process's tables have, which torch does not count."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    return sum(made.bytes_mapped for made in _MADE.get(index, ()))
+    with _MAKING:
+        alive = list(_MADE.get(index, ()))
+    return sum(made.bytes_mapped for made in alive)
 
 
-def _no_memory(size: int) -> torch.OutOfMemoryError:
+def _no_memory(size: int, why: str = "") -> torch.OutOfMemoryError:
     """As torch words it, for who reads the size out of it."""
-    return torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size / 2**20:.2f} MiB.")
+    text = f"CUDA out of memory. Tried to allocate {size / 2**20:.2f} MiB.{why}"
+    return torch.OutOfMemoryError(text)
 
 
 class _Location(ctypes.Structure):
@@ -210,11 +244,22 @@ class CudaMapper:
         address = ctypes.c_uint64()
         none = ctypes.c_uint64(0)
         length, any_alignment = ctypes.c_size_t(size), ctypes.c_size_t(0)
-        self._call("cuMemAddressReserve", ctypes.byref(address), length, any_alignment, none, none)
+        reserve = self._driver.cuMemAddressReserve
+        reserved = reserve(ctypes.byref(address), length, any_alignment, none, none)
+        if reserved == _OUT_OF_MEMORY:
+            raise OutOfDeviceMemory(
+                f"addresses for rows of a shard on cuda:{self._index}",
+                got=f"{size:,} bytes of addresses wanted; the driver has no such range left",
+                allowed="what the process has not reserved for shards that are alive",
+                remedy="Make fewer shards: put tables in one collection, and let go of those that "
+                "are not used any more.",
+            )
+        self._check("cuMemAddressReserve", reserved)
         return address.value
 
     def map(self, address: int, size: int) -> None:
-        """See `Mapper`."""
+        """See `Mapper`. Keeps to `torch.cuda.set_per_process_memory_fraction`."""
+        self._check_share(size)
         handle, length, none = ctypes.c_uint64(), ctypes.c_size_t(size), ctypes.c_uint64(0)
         place, access = ctypes.c_uint64(address), _Access(self._location, _READ_AND_WRITE)
         with torch.cuda.device(self._index):
@@ -227,7 +272,23 @@ class CudaMapper:
             finally:
                 self._call("cuMemRelease", handle)  # the mapping holds the memory
             count = ctypes.c_size_t(1)
-            self._call("cuMemSetAccess", place, length, ctypes.byref(access), count)
+            try:
+                self._call("cuMemSetAccess", place, length, ctypes.byref(access), count)
+            except DeviceUnavailable:
+                self._call("cuMemUnmap", place, length)
+                raise
+
+    def _check_share(self, size: int) -> None:
+        """Raise if so much more is beyond the share of the device that this process may take."""
+        share = torch.cuda.get_per_process_memory_fraction(self._index)
+        if share >= 1:
+            return
+        device = torch.device("cuda", self._index)
+        taken = mapped_bytes(device) + torch.cuda.memory_reserved(device)
+        most = int(share * torch.cuda.mem_get_info(device)[1])
+        if taken + size > most:
+            why = f" {taken:,} bytes are taken, and this process may take {most:,} ({share:.0%})."
+            raise _no_memory(size, why)
 
     def free(self, address: int, size: int, pieces: list[tuple[int, int]]) -> None:
         """See `Mapper`."""
@@ -242,4 +303,10 @@ class CudaMapper:
     @staticmethod
     def _check(name: str, result: int) -> None:
         if result:
-            raise RuntimeError(f"{name} of the CUDA driver failed with error {result}")
+            raise DeviceUnavailable(
+                "memory of a GPU for rows",
+                got=f"error {result} from {name} of the CUDA driver",
+                allowed="0; CUresult in cuda.h names the others",
+                remedy="Look for an earlier error of the GPU in this process and in the system's "
+                "log, and start the process again; if it comes back, update the driver.",
+            )

@@ -379,6 +379,11 @@ class DeviceMemory:
         """The columns of all chunks, as in `layout.chunks_WC`."""
         return self._columns_WC[:, : self._chunks]
 
+    @property
+    def chunks_ready(self) -> int:
+        """Chunks up to the last one of a table that has memory: no row is in a later one."""
+        return max((t.chunks[t.ready - 1] + 1 for t in self._tables if t.ready), default=0)
+
     def overdraw(self, rows_K: Counts) -> None:
         """Let tables hold so many rows beyond their limits for a while, within one method."""
         self._limits_K = np.minimum(np.maximum(self._limits_K, self._given_K + rows_K), _NO_LIMIT)

@@ -78,7 +78,8 @@ class Stamps:
     That is enough for any number of points. A row that is unchanged since one of them is unchanged
     since all later ones, and belongs to those in whose span its version is.
 
-    Holds 4 bytes a row that the shard has room for.
+    Holds 4 bytes a row of each chunk up to the last one with memory; chunks of addresses only that
+    lie among them count, too.
 
     Args:
         layout: the shard's.
@@ -112,7 +113,7 @@ class Stamps:
 
         Args:
             layout: the shard's, now.
-            columns_WC: its chunks' columns, on the host.
+            columns_WC: columns of its chunks, on the host, up to the last one with rows.
             spans: all rows that the tables have handed out; a table once at most.
             versions: rows with a version in `(since, version]` are those of the point.
         """
@@ -128,7 +129,7 @@ class Stamps:
         return dict(zip([s.table for s in spans], np.diff(ends, prepend=0).tolist(), strict=True))
 
     def _cover(self, columns_WC: Counts) -> None:
-        """Have room for the stamps of all chunks, which only grow in number; stamps stay."""
+        """Have room for the stamps of these chunks, which only grow in number; stamps stay."""
         ends_C = np.cumsum(columns_WC[CHUNK_CAPACITY])
         stamps = torch.zeros(int(ends_C[-1]), dtype=torch.int32, device=self.device)
         columns_WC[CHUNK_VERSIONS] = stamps.data_ptr() + 4 * (ends_C - columns_WC[CHUNK_CAPACITY])

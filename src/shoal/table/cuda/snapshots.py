@@ -178,8 +178,8 @@ class History:
             images = DeviceImages(
                 memory.layout, tables.specs, tables.forms, tables.form_of, skipped
             )
-        spans = self._handed_out()
-        rows = images.join(memory.layout, memory.columns_WC, spans, versions, buffer_bytes)
+        spans, columns_WC = self._handed_out(), memory.columns_WC[:, : memory.chunks_ready]
+        rows = images.join(memory.layout, columns_WC, spans, versions, buffer_bytes)
         made = CudaSnapshot(self, deleted, images, rows)
         self._snapshots.append(weakref.ref(made))
         return made
@@ -291,9 +291,9 @@ class CudaSnapshot:
     """See `shoal.table.shard.Snapshot`. Methods that change rows continue while it is open.
 
     Each method that changes rows makes one launch more, however many are open. The device holds 4
-    bytes a row of the shard and rows on their way to the host for all, 12 a row of the table read
-    last and two pieces of what is read for each; the host two pieces plus the result and the memory
-    for rows that change. Ends with this object at the latest.
+    bytes a row of the shard's chunks (see `Stamps`) and rows on their way to the host for all, 12 a
+    row of the table read last and two pieces of what is read for each; the host two pieces plus the
+    result and the memory for rows that change. Ends with this object at the latest.
 
     Args:
         history: of the shard whose rows they are.
