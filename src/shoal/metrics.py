@@ -279,10 +279,19 @@ def item_ranks(scores_BI: Tensor, own_B: Tensor) -> Tensor:
         own_B: int64 [B], the column of the own item; -1: it is none of them, `NOT_FOUND`.
 
     Raises:
-        DTypeError: not dense tensors.
+        DTypeError: not dense tensors, or columns that are not int64.
+        ShapeError: not [B, I] and [B].
+        InputError: a column that is not there.
     """
     for tensor in (scores_BI, own_B):
         check_dense("scores or columns of own items", tensor)
+    if own_B.dtype != torch.int64:
+        raise DTypeError("columns of own items", own_B.dtype, torch.int64, "Call .long().")
+    if scores_BI.ndim != 2 or own_B.shape != scores_BI.shape[:1]:
+        got, remedy = (tuple(scores_BI.shape), tuple(own_B.shape)), "Pass one own item a user."
+        raise ShapeError("scores and own items", got=got, allowed="[B, I] and [B]", remedy=remedy)
+    fine_B = (own_B >= -1) & (own_B < scores_BI.shape[1])
+    _require("columns of own items", own_B, fine_B, "-1 or a column", "Use -1 for none.")
     own_B1 = own_B.clamp_min(0).unsqueeze(1)
     rank_B = scores_BI.shape[1] - (scores_BI < scores_BI.gather(1, own_B1)).sum(dim=1)
     return torch.where(own_B < 0, torch.full_like(rank_B, NOT_FOUND), rank_B)
@@ -297,7 +306,11 @@ def ranking_figures(ranks_N: Tensor, ks: Sequence[int]) -> dict[str, float]:
     Args:
         ranks_N: int64 [N], from 1, as of `item_ranks`.
         ks: 1 or more each.
+
+    Raises:
+        DTypeError: ranks that are no dense tensor.
     """
+    check_dense("ranks", ranks_N)
     rank_N = ranks_N.double()
     figures = {}
     for k in ks:
