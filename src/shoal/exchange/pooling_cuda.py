@@ -18,7 +18,7 @@ from torch import Tensor
 from shoal.kernels import gradients
 from shoal.kernels import pool as row_pool
 from shoal.kernels.gradients import Runs, runs_of
-from shoal.kernels.launch import staged
+from shoal.kernels.host_copies import staged
 from shoal.kernels.step_sums import sum_rows
 from shoal.kernels.tables import CHUNK_ROWS, CallGroups, RowForm, ShardLayout
 from shoal.lookup import PoolPlan

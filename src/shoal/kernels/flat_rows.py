@@ -9,7 +9,8 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.launch import blocks_of, launch, power_of_2, sent
+from shoal.kernels.host_copies import sent
+from shoal.kernels.launch import blocks_of, launch, power_of_2
 
 _PIECE = 128  # items of a run that one program adds in turn
 _SCRATCH = 1 << 14  # where idle lanes of an insert swap: spread, so that they do not queue

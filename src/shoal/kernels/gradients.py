@@ -12,7 +12,8 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.launch import blocks_of, launch, staged
+from shoal.kernels.host_copies import staged
+from shoal.kernels.launch import blocks_of, launch
 from shoal.kernels.tables import (
     CHUNK_TABLE,
     TABLE_FORM,

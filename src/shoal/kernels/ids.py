@@ -11,7 +11,8 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from shoal.kernels.launch import blocks_of, launch, power_of_2, staged
+from shoal.kernels.host_copies import staged
+from shoal.kernels.launch import blocks_of, launch, power_of_2
 from shoal.kernels.tables import mix64
 
 _BLOCK = 1024

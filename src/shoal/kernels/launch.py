@@ -10,9 +10,6 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from shoal import _core
-from shoal.kernels.host_copies import retire as retire
-from shoal.kernels.host_copies import sent as sent
-from shoal.kernels.host_copies import staged as staged
 
 # Of each kernel, its run-time arguments by name, whether Triton ignores what they hold, and whether
 # it compiles. Kernels are held too, so that their identities stay theirs.

@@ -12,7 +12,8 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal import lookup
-from shoal.kernels.launch import blocks_of, launch, power_of_2, sent
+from shoal.kernels.host_copies import sent
+from shoal.kernels.launch import blocks_of, launch, power_of_2
 from shoal.lookup import LayoutCall
 
 FIRSTN = tl.constexpr(lookup.FIRST_N)

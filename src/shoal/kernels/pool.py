@@ -12,8 +12,9 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.host_copies import sent
 from shoal.kernels.initial_values import device_form, retrieved
-from shoal.kernels.launch import blocks_of, launch, power_of_2, sent, step_of
+from shoal.kernels.launch import blocks_of, launch, power_of_2, step_of
 from shoal.kernels.rounding import load_weights, storage_of
 from shoal.kernels.rows import initial_rows
 from shoal.kernels.tables import CHUNK_WEIGHTS, CallGroups, RowForm, ShardLayout, row_address

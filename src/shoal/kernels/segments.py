@@ -16,6 +16,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from shoal.kernels.host_copies import sent
 from shoal.kernels.ids import value_rowids
 from shoal.kernels.launch import (
     blocks_of,
@@ -24,7 +25,6 @@ from shoal.kernels.launch import (
     grid_of,
     launch,
     rows_of_tile,
-    sent,
     step_of,
     wide_of,
 )

@@ -1,4 +1,4 @@
-"""This process among the ranks of a run, and how ranks learn why another one stopped."""
+"""This process among the ranks of a run."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.ids import salt, to_signed
 from shoal.kernels import admission
 from shoal.kernels.admission import SIDE_CELLS, move_counters
-from shoal.kernels.launch import retire, sent
+from shoal.kernels.host_copies import retire, sent
 from shoal.kernels.tables import EMPTY_KEY, ERASED_KEY, CallGroups
 from shoal.rules.admission import Admission
 from shoal.rules.expiry import BySlot

@@ -17,7 +17,7 @@ from shoal.errors import OutOfDeviceMemory
 from shoal.kernels import cache
 from shoal.kernels.cache import CacheMaps
 from shoal.kernels.gradients import Runs
-from shoal.kernels.launch import retire
+from shoal.kernels.host_copies import retire
 from shoal.kernels.tables import (
     CHUNK_BITS,
     CHUNK_CAPACITY,

@@ -15,7 +15,7 @@ from shoal import _core
 from shoal.address import address
 from shoal.kernels import index
 from shoal.kernels.gradients import PooledGroup, Runs, runs_of
-from shoal.kernels.launch import retire, staged
+from shoal.kernels.host_copies import retire, staged
 from shoal.kernels.pool import PoolLines, pool_lines
 from shoal.kernels.tables import CallGroups, RowForm, SegmentForm, ShardLayout
 from shoal.lookup import PoolPlan

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal import _core
-from shoal.kernels.launch import retire
+from shoal.kernels.host_copies import retire
 from shoal.kernels.row_changes import LOG_WORDS, log_deleted
 from shoal.kernels.tables import ShardLayout
 from shoal.table import native

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shoal.kernels.launch import sent
+from shoal.kernels.host_copies import sent
 from shoal.kernels.lowest_rows import lowest_rows
 from shoal.kernels.row_changes import (
     JOB_SCORE,

@@ -12,9 +12,9 @@ from torch import Tensor
 from shoal.kernels import index as table_index
 from shoal.kernels import initial_values
 from shoal.kernels.admission import count_refused
+from shoal.kernels.host_copies import retire, sent
 from shoal.kernels.ids import dedup_first
 from shoal.kernels.initial_values import device_form
-from shoal.kernels.launch import retire, sent
 from shoal.kernels.row_changes import overdrafts, pin_marks
 from shoal.kernels.tables import CHUNK_ROWS, CHUNK_TABLE, CallGroups
 from shoal.table import native

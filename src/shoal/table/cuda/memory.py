@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.errors import OutOfDeviceMemory
 from shoal.ids import salt, to_signed
 from shoal.kernels import index
-from shoal.kernels.launch import retire, sent, staged
+from shoal.kernels.host_copies import retire, sent, staged
 from shoal.kernels.tables import (
     BUCKET_BYTES,
     BUCKET_SLOTS,

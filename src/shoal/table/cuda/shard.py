@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError, DeviceUnavailable, TicketError
-from shoal.kernels.launch import retire
+from shoal.kernels.host_copies import retire
 from shoal.kernels.rows import Metadata, read_metadata, write_metadata, write_values, write_weights
 from shoal.kernels.tables import (
     COUNT_ERASED,

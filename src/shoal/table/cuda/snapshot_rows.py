@@ -17,7 +17,7 @@ from torch import Tensor
 from shoal import _core
 from shoal.address import address
 from shoal.ids import salt
-from shoal.kernels.launch import retire, sent
+from shoal.kernels.host_copies import retire, sent
 from shoal.kernels.row_changes import (
     HEAD_WORDS,
     IMAGE_CURSORS,

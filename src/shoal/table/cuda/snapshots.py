@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.errors import InputError
-from shoal.kernels.launch import retire, sent
+from shoal.kernels.host_copies import retire, sent
 from shoal.kernels.row_changes import count_changed
 from shoal.kernels.rows import read_ids, read_metadata, read_values
 from shoal.kernels.tables import (

@@ -12,7 +12,7 @@ from torch import Tensor
 from shoal.errors import NonFiniteGradient
 from shoal.kernels import gradients, step
 from shoal.kernels.gradients import GradGroups, Runs
-from shoal.kernels.launch import retire, sent
+from shoal.kernels.host_copies import retire, sent
 from shoal.kernels.step_sums import sum_runs
 from shoal.kernels.step_tiles import Stamp
 from shoal.kernels.tables import COUNT_ALARMED

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.kernels.gradients import Runs, bags_of
-from shoal.kernels.launch import retire
+from shoal.kernels.host_copies import retire
 from shoal.table.cuda.calls import CallShape
 from shoal.table.cuda.side_stream import Lease
 from shoal.table.cuda.turns import Turns
