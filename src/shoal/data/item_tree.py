@@ -11,7 +11,16 @@ import torch
 
 from shoal.data.batch import Batch, TensorSource, places_of
 from shoal.data.features import Recipe
-from shoal.data.samplers import IdPlaces, Key, followed, one_each, ranges, read_ids, read_items
+from shoal.data.samplers import (
+    IdPlaces,
+    Key,
+    followed,
+    one_each,
+    ranges,
+    read_ids,
+    read_items,
+    source_of,
+)
 from shoal.errors import ConfigError, DataError, InputError
 from shoal.ragged import KeyedRagged
 
@@ -222,13 +231,8 @@ class ItemTree:
             min(settings.counts[min(layer, len(settings.counts) - 1)], size - 1)
             for layer, size in enumerate(sizes)
         ]
-        weights = {name: nodes.weights_of(name) for name in nodes.keys}
         return cls(
-            TensorSource(
-                {name: nodes[name] for name in nodes.keys},
-                torch.zeros(nodes.batch_size, device="cpu"),
-                id_weights={name: own for name, own in weights.items() if own is not None},
-            ),
+            source_of(nodes),
             np.concatenate([parents[-1], [-1], *parents[:-1]]),
             replace(settings, counts=tuple(counts)),
             seed=seed,

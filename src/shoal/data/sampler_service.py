@@ -423,10 +423,10 @@ def _serve() -> None:
             items_B, users_B = (
                 np.frombuffer(frames[k], np.int64) if k < len(frames) else None for k in (0, 1)
             )
-            told_of = json.loads(head)
-            if told_of.get("asks") == "part":
+            request = json.loads(head)
+            if request.get("asks") == "part":
                 return json.dumps(sampler.part(items_B)).encode(), ()
-            key, count = tuple(told_of["key"]), told_of.get("count")
+            key, count = tuple(request["key"]), request.get("count")
             return _packed(sampler.sample(items_B, users_B, key, count))
 
         server = Server(f"tcp://{address}", handler, secret=Secret(token), most_bytes=_MOST_BYTES)

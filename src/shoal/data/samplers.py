@@ -162,6 +162,19 @@ def followed(ids: KeyedRagged, more: KeyedRagged) -> KeyedRagged:
     return KeyedRagged.cat(parts)
 
 
+def source_of(ids: KeyedRagged) -> TensorSource:
+    """Items with these features, to take rows of; a feature with one id each becomes a column."""
+    parts: dict[str, Any] = {name: ids[name] for name in ids.keys}
+    weights: dict[str, Tensor] = {}
+    for name, part in parts.items():
+        weights_N = ids.weights_of(name)
+        if weights_N is not None:
+            weights[name] = weights_N
+        elif bool((part.lengths == 1).all()):
+            parts[name] = part.values
+    return TensorSource(parts, torch.zeros(ids.batch_size, device="cpu"), id_weights=weights)
+
+
 def filled(ids: KeyedRagged, keys: Sequence[str]) -> KeyedRagged:
     """Features of these names; those that are not there are empty, others are left out."""
     own = ids.select([name for name in keys if name in ids.keys])
@@ -457,15 +470,9 @@ def joined(found: Sequence[Sampled], parts: Sequence[ItemPart], size: int) -> Sa
     ]
     picked = np.concatenate([*shared, np.concatenate(hard)[kept]])
     every = KeyedRagged.cat([one.ids for one in found])
-    weights = {name: own for name in every.keys if (own := every.weights_of(name)) is not None}
-    items = TensorSource(
-        {name: every[name] for name in every.keys},
-        torch.zeros(every.batch_size, device="cpu"),
-        id_weights=weights,
-    )
     at = torch.from_numpy(kept)
     return Sampled(
-        items.take(torch.from_numpy(picked)).ids,
+        source_of(every).take(torch.from_numpy(picked)).ids,
         Negatives(torch.cat(logs), rows_H[at], torch.cat(known), most_hard),
         order_H[at],
     )
@@ -632,15 +639,7 @@ def read_items(
     own = _of_features(recipe, names, section)
     table, rows = _read(path, own, more, section)
     ids = model_inputs(table, own, path, spelled=rows.spelled).ids
-    parts: dict[str, Any] = {name: ids[name] for name in ids.keys}
-    weights: dict[str, Tensor] = {}
-    for name, part in parts.items():
-        weights_N = ids.weights_of(name)
-        if weights_N is not None:
-            weights[name] = weights_N
-        elif bool((part.lengths == 1).all()):
-            parts[name] = part.values
-    found = TensorSource(parts, torch.zeros(ids.batch_size, device="cpu"), id_weights=weights)
+    found = source_of(ids)
     return found, None if more is None else columns.decoded(table.column(more)), rows
 
 

@@ -123,7 +123,7 @@ Widths = Inputs | tuple[int, int, int]
 def in_autocast(inputs: Tensor) -> Tensor:
     """In the dtype of autocast's products, where it is on.
 
-    Autocast casts for each product anew, and leaves a product times float32 inputs in float32. It
+    Autocast casts again for each product, and leaves a product times float32 inputs in float32. It
     leaves float64 as it is.
     """
     device = inputs.device.type

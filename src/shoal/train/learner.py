@@ -52,7 +52,7 @@ class Scorer(nn.Module):
     """Batch -> float32 outputs: the lookup, then the dense module in the run's precision.
 
     `compile` is of training steps over whole batches. A smaller one, an evaluation and predictions
-    are eager: they compile nothing anew, and predict what an export of the run does.
+    are eager: they compile nothing more, and predict what an export of the run does.
     """
 
     def __init__(

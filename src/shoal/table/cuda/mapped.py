@@ -29,7 +29,7 @@ class Mapper(Protocol):
         """The first of `size` addresses that nobody else gets.
 
         Raises:
-            OutOfDeviceMemory: the process has not so many left.
+            OutOfDeviceMemory: the process has fewer left.
         """
         ...
 
