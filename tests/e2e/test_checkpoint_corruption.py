@@ -21,7 +21,7 @@ from shoal.rules.admission import Admission
 from shoal.rules.optimizers import SGD, Adagrad
 from shoal.table.spec import Segment, TableSpec
 from support.mounts import small_disk
-from support.shares import SHARE
+from support.shares import share_of
 from support.tiny_job import ITEMS, VIEWS, TinyJob
 
 FULL, DELTA = "step-000000000003-full", "step-000000000006-delta"
@@ -133,7 +133,7 @@ def test_every_flipped_byte_is_found(root: Path, part: int) -> None:
     job = TinyJob(9)
     for file in files_of(root)[part::4]:
         good = file.read_bytes()
-        for at in positions(len(good), 4000 // SHARE):
+        for at in positions(len(good), share_of(4000, 40)):
             file.write_bytes(good[:at] + bytes([good[at] ^ (1 << at % 8)]) + good[at + 1 :])
             (problem,) = verify(root, rows=False).problems
             assert file == root / problem.checkpoint / problem.file

@@ -28,7 +28,7 @@ from support.crash_program import POINTS, Order
 from support.crashing_job import CrashingJob, Replay
 from support.ranks import start_ranks
 from support.saved_jobs import Job, placed_job
-from support.shares import SHARE
+from support.shares import share_of
 from support.tiny_job import TinyJob
 
 CI_KILLS = 12
@@ -170,7 +170,7 @@ def test_killed_saves_lose_nothing_that_was_committed(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(100, 100 + SLOW_STORES))
 def test_two_hundred_kills(tmp_path: Path, seed: int) -> None:
-    run(tmp_path / "store", seed, SLOW_KILLS // SHARE)
+    run(tmp_path / "store", seed, share_of(SLOW_KILLS, CI_KILLS))
 
 
 def test_a_save_beside_a_compaction_leaves_it_alone(

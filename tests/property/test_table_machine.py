@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from shoal import Expiry, Segment, Table, TableSpec, initializers, optimizers
 from shoal.table.cuda.shard import CudaShard
-from support.shares import SHARE
+from support.shares import share_of
 
 DIM = 3
 TTL_S = 50
@@ -177,5 +177,5 @@ class SlowCudaTableMachine(CudaTableMachine):
 
 TestSlowCudaTable = pytest.mark.slow(SlowCudaTableMachine.TestCase)
 TestSlowCudaTable.settings = settings(
-    max_examples=max(1, 30 // SHARE), stateful_step_count=30, deadline=None
+    max_examples=share_of(30, 1), stateful_step_count=30, deadline=None
 )

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.shares import SHARE
+from support.shares import share_of
 from support.wire_fuzz import Decode, corpus, fuzz, serve_decoder, sync_decoder
 
 SYNC, SERVE = ("page", "dense", "request", "answer"), ("grpc", "http")
@@ -41,7 +41,7 @@ def test_messages_of_the_corpus_are_taken_or_refused_as_they_were(
 
 
 @pytest.mark.parametrize(
-    ("seed", "messages"), [(1, 400), pytest.param(2, 12_000 // SHARE, marks=pytest.mark.slow)]
+    ("seed", "messages"), [(1, 400), pytest.param(2, share_of(12_000, 400), marks=pytest.mark.slow)]
 )
 def test_damaged_messages_are_taken_or_refused(
     seed: int, messages: int, decoder: tuple[Decode, tuple[str, ...]]

@@ -13,7 +13,7 @@ from shoal.errors import ServerLost, ShoalError
 from shoal.ps.connections import Servers
 from shoal.ps.server import TableServer
 from support.hostile_requests import SPECS, Fuzzer, ServerProcess, corpus, send_bytes
-from support.shares import SHARE
+from support.shares import share_of
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +48,10 @@ def test_spoiled_requests(server: ServerProcess, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(10, 14))
 def test_many_spoiled_requests_take_no_memory(server: ServerProcess, seed: int) -> None:
     fuzzer = Fuzzer(server, seed)
-    fuzzer.run(1000 // SHARE)
+    fuzzer.run(share_of(1000, 20))
     before, _ = server.memory_and_threads()
     for _ in range(8):
-        fuzzer.run(1000 // SHARE)
+        fuzzer.run(share_of(1000, 20))
         fuzzer.check_memory(before)
     fuzzer.close()
 
