@@ -17,7 +17,7 @@ Admission::Admission(AdmissionSpec spec, std::uint64_t salt)
 }
 
 const std::uint32_t& Admission::cell(std::int64_t id, int row) const {
-  const std::uint64_t h = mix64(static_cast<std::uint64_t>(id) ^ salt_);
+  const std::uint64_t h = hash_of(id, salt_);
   const std::uint64_t at = mix64(h ^ static_cast<std::uint64_t>(row + 1) * kGolden);
   const std::uint64_t block = std::min(spec_.width, std::max(spec_.width >> 16, kLeastBlock));
   const std::uint64_t first = ((h >> 48) * spec_.width >> 16) & ~(block - 1);

@@ -37,7 +37,7 @@ inline void add_item(const ApplyJob& job, const Items& items, std::uint32_t e, T
   T factor = static_cast<T>(source.scale);
   if (source.weights != nullptr) factor *= static_cast<T>(source.weights[position]);
   std::int64_t lane = 0;
-  if ((source.pool.pooling & ~kByRow) == kShares) {
+  if ((source.pool.pooling & ~kByRow) == kMean) {
     factor /= static_cast<T>(
         std::max<std::int64_t>(source.offsets[bag + 1] - source.offsets[bag], 1));
   } else if (source.pool.pooling == kFirstN) {

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <unordered_set>
 
-#include "pool.h"
+#include "threads.h"
 
 namespace shoal {
 namespace {

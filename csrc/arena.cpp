@@ -71,7 +71,7 @@ void Arena::reserve(std::size_t count) {
     const std::size_t rows = block_rows(block), start = block_start(block);
     std::size_t offsets[kArrays + 1] = {};
     for (int i = 0; i < kArrays; ++i) offsets[i + 1] = align64(offsets[i] + rows * strides_[i]);
-    Block memory(offsets[kArrays]);
+    Block memory = Block::packed(offsets[kArrays]);
     blocks_.reserve(blocks_.size() + 1);
     maxima_.resize(std::max(maxima_.size(), ((start + rows - 1) >> kMaximumShift) + 1), kFree);
     const auto biased = [&](int i) {

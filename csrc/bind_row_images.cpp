@@ -19,7 +19,7 @@
 #include "deletion_log.h"
 #include "hash.h"
 #include "kept_rows.h"
-#include "pool.h"
+#include "threads.h"
 
 namespace nb = nanobind;
 

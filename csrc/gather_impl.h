@@ -16,7 +16,7 @@ constexpr std::int64_t kWindow = 64;  // ids under way; a power of two
 constexpr std::size_t kWideBytes = 4096;
 
 inline std::uint64_t hash_in(const IndexView& v, std::int64_t id) {
-  return mix64(static_cast<std::uint64_t>(id) ^ v.salt);
+  return hash_of(id, v.salt);
 }
 
 __attribute__((always_inline)) inline const Line* touch_line(const IndexView& v, std::int64_t id) {
@@ -26,29 +26,49 @@ __attribute__((always_inline)) inline const Line* touch_line(const IndexView& v,
   return line;
 }
 
-// The id's row from its home line; what overflowed past that line is rare.
+inline std::int32_t row_of(const IndexView& v, std::int64_t id) {
+  const StripeView* stripe = nullptr;
+  const Line* line = home_line(v, hash_in(v, id), stripe);
+  return probe(stripe, line, id);
+}
+
+// The same, its home line at hand; what overflowed past that line is rare.
 inline std::int32_t row_of(const IndexView& v, const Line* line, std::int64_t id) {
   const unsigned hit = match(line, id);
   if (__builtin_expect(hit != 0, 1)) return line->rows[__builtin_ctz(hit)];
   if (__builtin_expect((line->meta >> 8) == 0, 1)) return kNoRow;
-  const StripeView* stripe = nullptr;
-  line = home_line(v, hash_in(v, id), stripe);
-  return probe(stripe, line, id);
+  return row_of(v, id);
 }
 
 void probe_ids(const IndexView& index, const std::int64_t* ids, std::int64_t n,
                std::int32_t* rows, std::int64_t* absent) {
   const Line* lines[kWindow];
+  std::int64_t overflowed[kWindow], waiting = 0;
   const IndexView v = index;
   const std::int64_t first = n < kWindow ? n : kWindow;
   for (std::int64_t i = 0; i < first; ++i) lines[i] = touch_line(v, ids[i]);
+  const auto settle = [&](std::int64_t i, std::int32_t row) {
+    if (absent != nullptr && row == kNoRow) row = row_of(v, absent[i] = read_once(ids + i));
+    rows[i] = row;
+  };
+  const auto settle_overflowed = [&] {
+    for (; waiting > 0; --waiting) {
+      const std::int64_t i = overflowed[waiting - 1];
+      settle(i, row_of(v, ids[i]));
+    }
+  };
   const auto look = [&](std::int64_t i, const Line* line) {
-    rows[i] = row_of(v, line, ids[i]);
-    if (absent == nullptr || rows[i] != kNoRow) return;
-    const std::int64_t id = absent[i] = read_once(ids + i);
-    const StripeView* stripe = nullptr;
-    line = home_line(v, hash_in(v, id), stripe);
-    rows[i] = probe(stripe, line, id);
+    const unsigned hit = match(line, ids[i]);
+    if (hit != 0) {
+      rows[i] = line->rows[__builtin_ctz(hit)];
+    } else if ((line->meta >> 8) == 0) {
+      settle(i, kNoRow);
+    } else {
+      // The line after it is asked for as well, and looked at when some time has passed.
+      __builtin_prefetch(line + 1, 0, 2);
+      overflowed[waiting++] = i;
+      if (waiting == kWindow) settle_overflowed();
+    }
   };
   std::int64_t i = 0;
   for (; i + kWindow < n; ++i) {
@@ -57,6 +77,7 @@ void probe_ids(const IndexView& index, const std::int64_t* ids, std::int64_t n,
     look(i, line);
   }
   for (; i < n; ++i) look(i, lines[i % kWindow]);
+  settle_overflowed();
 }
 
 template <std::size_t kBytes>
@@ -222,7 +243,7 @@ void gather_first_n(const GatherJob& job, std::int64_t bag, std::int64_t start, 
 template <class T>
 void gather_bag(const GatherJob& job, std::int64_t bag, std::int64_t start, std::int64_t stop,
                 T* temp) {
-  const T bag_factor = (job.pool.pooling & ~kByRow) == kShares && stop - start > 1
+  const T bag_factor = (job.pool.pooling & ~kByRow) == kMean && stop - start > 1
                            ? T(1) / static_cast<T>(stop - start)
                            : T(1);
   for (std::int64_t k = 0; start == stop && k < job.pool.n_slices; ++k) {

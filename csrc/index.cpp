@@ -63,7 +63,7 @@ std::uint32_t Index::slot_of(std::uint64_t hash) const {
 }
 
 std::int32_t Index::find(std::int64_t id) const {
-  const std::uint64_t hash = mix64(static_cast<std::uint64_t>(id) ^ salt_);
+  const std::uint64_t hash = hash_of(id, salt_);
   const StripeView* stripe = nullptr;
   const Line* line = home_line(view(), hash, stripe);
   return probe(stripe, line, id);
@@ -87,7 +87,7 @@ void Index::resize(std::uint32_t stripe, std::uint32_t lines) {
     for (unsigned used = old[i].meta & kSlotMask; used != 0; used &= used - 1) {
       const int slot = __builtin_ctz(used);
       const std::int64_t id = old[i].keys[slot];
-      place(fresh, lines, mix64(static_cast<std::uint64_t>(id) ^ salt_), id, old[i].rows[slot]);
+      place(fresh, lines, hash_of(id, salt_), id, old[i].rows[slot]);
     }
   }
   s.block = std::move(block);
@@ -97,7 +97,7 @@ void Index::resize(std::uint32_t stripe, std::uint32_t lines) {
 }
 
 void Index::insert(std::int64_t id, std::int32_t row) {
-  const std::uint64_t hash = mix64(static_cast<std::uint64_t>(id) ^ salt_);
+  const std::uint64_t hash = hash_of(id, salt_);
   const std::uint32_t stripe = directory_[slot_of(hash)];
   if (stripes_[stripe].size >= stripes_[stripe].limit) {
     const std::uint32_t lines = views_[stripe].count;
@@ -108,7 +108,7 @@ void Index::insert(std::int64_t id, std::int32_t row) {
 }
 
 std::int32_t Index::erase(std::int64_t id) {
-  const std::uint64_t hash = mix64(static_cast<std::uint64_t>(id) ^ salt_);
+  const std::uint64_t hash = hash_of(id, salt_);
   const std::uint32_t stripe = directory_[slot_of(hash)];
   Line* lines = views_[stripe].lines;
   const std::uint32_t count = views_[stripe].count;
@@ -132,7 +132,7 @@ std::int32_t Index::erase(std::int64_t id) {
 }
 
 void Index::set_row(std::int64_t id, std::int32_t row) {
-  const std::uint64_t hash = mix64(static_cast<std::uint64_t>(id) ^ salt_);
+  const std::uint64_t hash = hash_of(id, salt_);
   const std::uint32_t stripe = directory_[slot_of(hash)];
   Line* lines = views_[stripe].lines;
   std::uint64_t at = (hash & 0xffffffffULL) * views_[stripe].count >> 32;
@@ -148,7 +148,7 @@ void Index::set_row(std::int64_t id, std::int32_t row) {
 
 void Index::count(std::int64_t id, std::vector<std::uint32_t>& fresh) const {
   fresh.resize(stripes_.size(), 0);
-  ++fresh[directory_[slot_of(mix64(static_cast<std::uint64_t>(id) ^ salt_))]];
+  ++fresh[directory_[slot_of(hash_of(id, salt_))]];
 }
 
 void Index::make_room(const std::int64_t* ids, std::size_t n) {
@@ -205,7 +205,7 @@ void Index::split(std::uint32_t stripe) {
     for (unsigned used = view.lines[i].meta & kSlotMask; used != 0; used &= used - 1) {
       const int slot = __builtin_ctz(used);
       const std::int64_t id = view.lines[i].keys[slot];
-      const std::uint64_t hash = mix64(static_cast<std::uint64_t>(id) ^ salt_);
+      const std::uint64_t hash = hash_of(id, salt_);
       const std::uint32_t target = halves[(hash >> (kHashBits - depth)) & 1];
       place(views_[target].lines, lines, hash, id, view.lines[i].rows[slot]);
       ++stripes_[target].size;

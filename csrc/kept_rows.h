@@ -12,7 +12,7 @@
 #include <mutex>
 #include <vector>
 
-#include "pool.h"
+#include "threads.h"
 #include "pre_images.h"
 
 namespace shoal {

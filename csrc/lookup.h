@@ -18,9 +18,9 @@ struct PlanSlice {
 
 // Poolings of a feature.
 constexpr std::int64_t kSum = 0;
-constexpr std::int64_t kMean = 1;    // the sum over the number of ids
-constexpr std::int64_t kShares = 2;  // a mean as shards take it: every row times 1 / number, summed
+constexpr std::int64_t kDivided = 1;  // the sum over the number of ids
+constexpr std::int64_t kMean = 2;     // a mean as shards take it: every row times 1 / number, summed
 constexpr std::int64_t kFirstN = 3;
-constexpr std::int64_t kByRow = 8;   // with 0 or kShares: every row goes to the output by itself
+constexpr std::int64_t kByRow = 8;    // with 0 or kMean: every row goes to the output by itself
 
 }  // namespace shoal

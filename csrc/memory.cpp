@@ -1,45 +1,118 @@
 #include "memory.h"
 
+#include <sys/mman.h>
+
+#include <array>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <new>
 #include <utility>
 
-#if defined(__unix__) || defined(__APPLE__)
-#include <sys/mman.h>
-#define SHOAL_MMAP 1
-#endif
-
 namespace shoal {
 namespace {
+
 constexpr std::size_t kHuge = std::size_t{2} << 20;
+
+// Maps memory and a huge page more, for a start that is aligned to one.
+void* map(std::size_t bytes) {
+  void* const mapping =
+      ::mmap(nullptr, bytes + kHuge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapping == MAP_FAILED) throw std::bad_alloc();
+  return mapping;
 }
+
+char* aligned(void* mapping, std::size_t huge_bytes) {
+  const auto address = reinterpret_cast<std::uintptr_t>(mapping);
+  char* const start = reinterpret_cast<char*>((address + kHuge - 1) & ~(kHuge - 1));
+#ifdef MADV_HUGEPAGE
+  ::madvise(start, huge_bytes, MADV_HUGEPAGE);
+#endif
+  return start;
+}
+
+// Packed blocks lie in huge pages next to each other: a step over a thousand small tables reads few
+// page tables (decision 0032). Memory that comes back waits for a block of its size, and never goes
+// back to the system: for what is rarely given back.
+class PackedBlocks {
+ public:
+  static PackedBlocks& instance() {
+    static PackedBlocks* const blocks = new PackedBlocks();  // outlives every block
+    return *blocks;
+  }
+
+  char* take(std::size_t bytes) {
+    const Size size(bytes);
+    const std::lock_guard guard(mutex_);
+    if (Free* const found = free_[size.number]; found != nullptr) {
+      free_[size.number] = found->next;
+      return reinterpret_cast<char*>(found);
+    }
+    if (left_ < size.bytes) {
+      next_ = aligned(map(kChunk), kChunk);
+      left_ = kChunk;
+    }
+    left_ -= size.bytes;
+    return std::exchange(next_, next_ + size.bytes);
+  }
+
+  void give_back(char* data, std::size_t bytes) noexcept {
+    const Size size(bytes);
+    const std::lock_guard guard(mutex_);
+    free_[size.number] = new (data) Free{free_[size.number]};
+  }
+
+  std::mutex& mutex() { return mutex_; }
+
+ private:
+  static constexpr std::size_t kChunk = 16 * kHuge;  // of addresses; pages come when touched
+
+  struct Free {
+    Free* next;
+  };
+  // Sizes in steps of an eighth of their power of two, of a line at least.
+  struct Size {
+    explicit Size(std::size_t wanted) {
+      std::size_t step = 64;
+      for (; step * 16 <= wanted; step *= 2) number += 16;
+      number += (wanted + step - 1) / step;
+      bytes = (wanted + step - 1) / step * step;
+    }
+    std::size_t bytes = 0, number = 0;
+  };
+
+  std::mutex mutex_;
+  std::array<Free*, 16 * 13> free_{};
+  char* next_ = nullptr;
+  std::size_t left_ = 0;
+};
+
+}  // namespace
+
+std::mutex& packed_blocks_mutex() { return PackedBlocks::instance().mutex(); }
 
 Block::Block(std::size_t bytes) : bytes_(bytes) {
   if (bytes == 0) return;
-#ifdef SHOAL_MMAP
   if (bytes >= kHuge) {
-    // A mapping aligned to a huge page; what lies before the aligned start is never touched.
-    const std::size_t whole = bytes + kHuge;
-    void* mapping =
-        ::mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (mapping == MAP_FAILED) throw std::bad_alloc();
-    const auto address = reinterpret_cast<std::uintptr_t>(mapping);
-    data_ = reinterpret_cast<char*>((address + kHuge - 1) & ~(kHuge - 1));
-    mapping_ = mapping;
-    mapping_bytes_ = whole;
-#ifdef MADV_HUGEPAGE
+    mapping_ = map(bytes);
     // Only whole huge pages: a table's last partial page must not cost two megabytes.
-    ::madvise(data_, bytes & ~(kHuge - 1), MADV_HUGEPAGE);
-#endif
+    data_ = aligned(mapping_, bytes & ~(kHuge - 1));
     return;
   }
-#endif
   const std::size_t rounded = (bytes + 63) & ~std::size_t{63};
   data_ = static_cast<char*>(std::aligned_alloc(64, rounded));
   if (data_ == nullptr) throw std::bad_alloc();
   std::memset(data_, 0, rounded);
+}
+
+Block Block::packed(std::size_t bytes) {
+  if (bytes == 0 || bytes >= kHuge) return Block(bytes);
+  Block block;
+  block.data_ = PackedBlocks::instance().take(bytes);
+  block.bytes_ = bytes;
+  block.packed_ = true;
+  std::memset(block.data_, 0, bytes);
+  return block;
 }
 
 Block::Block(Block&& other) noexcept { *this = std::move(other); }
@@ -50,7 +123,7 @@ Block& Block::operator=(Block&& other) noexcept {
     data_ = std::exchange(other.data_, nullptr);
     bytes_ = std::exchange(other.bytes_, 0);
     mapping_ = std::exchange(other.mapping_, nullptr);
-    mapping_bytes_ = std::exchange(other.mapping_bytes_, 0);
+    packed_ = std::exchange(other.packed_, false);
   }
   return *this;
 }
@@ -58,16 +131,13 @@ Block& Block::operator=(Block&& other) noexcept {
 Block::~Block() { release(); }
 
 void Block::release() noexcept {
-#ifdef SHOAL_MMAP
   if (mapping_ != nullptr) {
-    ::munmap(mapping_, mapping_bytes_);
-    mapping_ = nullptr;
-    data_ = nullptr;
-    return;
+    ::munmap(mapping_, bytes_ + kHuge);
+  } else if (packed_) {
+    PackedBlocks::instance().give_back(data_, bytes_);
+  } else {
+    std::free(data_);
   }
-#endif
-  std::free(data_);
-  data_ = nullptr;
 }
 
 }  // namespace shoal

@@ -1,7 +1,7 @@
 #pragma once
 // Raw memory: huge-page backed when large, cache-line aligned when small. Always zeroed.
 #include <cstddef>
-#include <vector>
+#include <mutex>
 
 namespace shoal {
 
@@ -9,6 +9,7 @@ class Block {
  public:
   Block() = default;
   explicit Block(std::size_t bytes);
+  static Block packed(std::size_t bytes);  // small ones share huge pages, and keep what they took
   Block(Block&& other) noexcept;
   Block& operator=(Block&& other) noexcept;
   Block(const Block&) = delete;
@@ -24,7 +25,10 @@ class Block {
   char* data_ = nullptr;
   std::size_t bytes_ = 0;
   void* mapping_ = nullptr;
-  std::size_t mapping_bytes_ = 0;
+  bool packed_ = false;
 };
+
+// A fork holds it, so that a child finds packed blocks whole.
+std::mutex& packed_blocks_mutex();
 
 }  // namespace shoal

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <vector>
 
-#include "pool.h"
+#include "threads.h"
 
 namespace shoal {
 

@@ -4,7 +4,7 @@
 #include <atomic>
 
 #include "ops_layout_impl.h"
-#include "pool.h"
+#include "threads.h"
 
 namespace shoal {
 
@@ -109,11 +109,11 @@ struct Forward {
       T* const out = pooled - feature.low;
       if (count == 0) {
         zero_floats(pooled, width);
-      } else if (feature.pooling == kShares && count > 1) {
+      } else if (feature.pooling == kMean && count > 1) {
         const Shared<T> scale{T(1) / static_cast<T>(count)};
         pool_rows(rows + at, count, feature.low, feature.high, scale, out);
       } else {
-        const Divided<T> scale{feature.pooling == kMean ? static_cast<T>(count) : T(1)};
+        const Divided<T> scale{feature.pooling == kDivided ? static_cast<T>(count) : T(1)};
         pool_rows(rows + at, count, feature.low, feature.high, scale, out);
       }
     }
@@ -147,7 +147,7 @@ struct Forward {
       const std::int64_t count = cell[1] - cell[0];
       const T* const* own = rows + (cell[0] - splits[0]);
       touch(feature, rows, next, cell[1] - splits[0], end);
-      const bool mean = feature.pooling == (kByRow | kShares) && count > 1;
+      const bool mean = feature.pooling == (kByRow | kMean) && count > 1;
       const T factor = mean ? T(1) / static_cast<T>(count) : T(1);
       for (std::int64_t s = feature.first; count == 0 && s < feature.last; ++s) {
         const PlanSlice& slice = plan.slices[s];

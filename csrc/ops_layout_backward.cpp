@@ -6,7 +6,7 @@
 #include "ops_layout.h"
 #include "ops_layout_grad_impl.h"
 #include "ops_layout_impl.h"
-#include "pool.h"
+#include "threads.h"
 
 namespace shoal {
 namespace {

@@ -7,7 +7,7 @@
 
 #include "ops_layout.h"
 #include "ops_layout_impl.h"
-#include "pool.h"
+#include "threads.h"
 
 namespace shoal {
 namespace {
@@ -61,7 +61,7 @@ struct GradRows {
   }
 
   T factor(const PlanFeature& feature, std::int64_t count) const {
-    const bool mean = feature.pooling == kMean || (feature.pooling & ~kByRow) == kShares;
+    const bool mean = feature.pooling == kDivided || (feature.pooling & ~kByRow) == kMean;
     return mean && count > 1 ? scale / static_cast<T>(count) : scale;
   }
 

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "buffers.h"
-#include "pool.h"
+#include "threads.h"
 
 namespace shoal {
 

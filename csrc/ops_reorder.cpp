@@ -219,7 +219,7 @@ void FusedReorder::shard_list(std::size_t list) {
     const auto salt = static_cast<std::uint64_t>(line[0]);
     const auto shares = static_cast<std::uint64_t>(line[1]);
     for (std::int64_t u = 0; u < found_[list]; ++u) {
-      const std::uint64_t hash = mix64(static_cast<std::uint64_t>(distinct[u].id) ^ salt);
+      const std::uint64_t hash = hash_of(distinct[u].id, salt);
       const std::int64_t shard = line[2 + (((hash >> 48) * shares) >> 16)];
       owners[u] = static_cast<std::uint32_t>(shard);
       ++sizes[shard];

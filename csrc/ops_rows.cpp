@@ -34,7 +34,7 @@ class MatchTable {
  public:
   MatchTable(const std::int64_t* ids, std::int64_t rows, int threads);
 
-  const Entry* home(std::int64_t id) const { return entries_->data() + slot(hash_of(id)); }
+  const Entry* home(std::int64_t id) const { return entries_->data() + slot(mixed(id)); }
   std::int64_t find(const Entry* entry, std::int64_t id) const {
     while (entry->id != id && entry->row >= 0) {
       if (++entry == entries_->data() + slots_) entry = entries_->data();
@@ -43,7 +43,7 @@ class MatchTable {
   }
 
  private:
-  static std::uint64_t hash_of(std::int64_t id) { return mix64(static_cast<std::uint64_t>(id)); }
+  static std::uint64_t mixed(std::int64_t id) { return mix64(static_cast<std::uint64_t>(id)); }
   std::int64_t slot(std::uint64_t hash) const {
     return static_cast<std::int64_t>((Product{hash} * static_cast<std::uint64_t>(slots_)) >> 64);
   }
@@ -65,7 +65,7 @@ MatchTable::MatchTable(const std::int64_t* ids, std::int64_t rows, int threads)
   const int shift = 63 - bits_;
   const auto route = [&](std::int64_t begin, std::int64_t end, auto put) -> std::int64_t {
     for (std::int64_t i = begin; i < end; ++i) {
-      put(static_cast<std::int64_t>(hash_of(ids[i]) >> shift >> 1), Entry{ids[i], i});
+      put(static_cast<std::int64_t>(mixed(ids[i]) >> shift >> 1), Entry{ids[i], i});
     }
     return -1;
   };
@@ -77,7 +77,7 @@ MatchTable::MatchTable(const std::int64_t* ids, std::int64_t rows, int threads)
   });
   for (const std::vector<Entry>& entries : rest) {
     for (const Entry& entry : entries) {
-      std::int64_t at = slot(hash_of(entry.id));
+      std::int64_t at = slot(mixed(entry.id));
       Entry* table = entries_->data();
       while (table[at].row >= 0 && table[at].id != entry.id) at = at + 1 == slots_ ? 0 : at + 1;
       if (table[at].row < 0) table[at] = entry;
@@ -91,7 +91,7 @@ void MatchTable::fill(std::int64_t bucket, const Entry* from, std::int64_t count
   Entry* table = entries_->data();
   for (std::int64_t at = first; at < last; ++at) table[at] = Entry{0, -1};
   for (std::int64_t i = 0; i < count; ++i) {
-    std::int64_t at = slot(hash_of(from[i].id));
+    std::int64_t at = slot(mixed(from[i].id));
     while (at < last && table[at].row >= 0 && table[at].id != from[i].id) ++at;
     if (at >= last) {
       rest.push_back(from[i]);

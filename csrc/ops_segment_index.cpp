@@ -3,7 +3,7 @@
 
 #include "ops_partition.h"
 #include "ops_segments.h"
-#include "pool.h"
+#include "threads.h"
 #include "prefetch.h"
 #include "segments_impl.h"
 

@@ -1,7 +1,7 @@
 // First rows of segments and back, and the segment of each row.
 #include "ops_partition.h"
 #include "ops_segments.h"
-#include "pool.h"
+#include "threads.h"
 #include "segments_impl.h"
 
 namespace shoal {

@@ -1,6 +1,6 @@
 #include "ops_segments.h"
 
-#include "pool.h"
+#include "threads.h"
 #include "prefetch.h"
 #include "segments_impl.h"
 

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "hash.h"
-#include "pool.h"
+#include "threads.h"
 
 namespace shoal {
 namespace {

@@ -23,7 +23,7 @@
 
 #include "layout.h"
 #include "memory.h"
-#include "pool.h"
+#include "threads.h"
 #include "unnamed_file.h"
 
 namespace shoal {

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "kernels.h"
-#include "pool.h"
+#include "threads.h"
 #include "scratch.h"
 #include "snapshot.h"
 #include "table.h"

@@ -4,7 +4,7 @@
 #include <array>
 #include <tuple>
 
-#include "pool.h"
+#include "threads.h"
 #include "rows_impl.h"
 
 namespace shoal {

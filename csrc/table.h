@@ -139,7 +139,7 @@ class Table {
   void place(Insert& job);
 
   std::uint64_t hash(std::int64_t id) const {
-    return mix64(static_cast<std::uint64_t>(id) ^ spec_.salt);
+    return hash_of(id, spec_.salt);
   }
 
   // Whether all rows came by loads in order of hash, and the last one's.

@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "buffers.h"
-#include "pool.h"
+#include "threads.h"
 #include "prefetch.h"
 #include "stream.h"
 #include "table.h"
@@ -45,7 +45,7 @@ void copy_rows_in(char* to, std::size_t stride, const char* from, std::size_t wi
 bool ordered_by_hash(const std::int64_t* ids, std::int64_t n, std::uint64_t salt) {
   std::uint64_t before = 0;
   for (std::int64_t i = 0; i < n; ++i) {
-    const std::uint64_t hash = mix64(static_cast<std::uint64_t>(ids[i]) ^ salt);
+    const std::uint64_t hash = hash_of(ids[i], salt);
     if (i > 0 && hash <= before) return false;
     before = hash;
   }

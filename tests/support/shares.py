@@ -8,5 +8,5 @@ SHARE = int(os.environ.get("TEST_SHARE", "1"))
 
 
 def share_of(cases: int, least: int) -> int:
-    """How many of the cases run: a share of them, but so many that the test still says something."""
+    """How many of the cases run: a share of them, and enough for the test to say something."""
     return max(least, cases // SHARE)

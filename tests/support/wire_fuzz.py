@@ -34,8 +34,8 @@ from shoal.serve.http_server import make_app
 from shoal.serve.loading import FolderSource
 from shoal.serve.repository import Repository
 from shoal.serve.service import Code, Service, code_of
-from shoal.sync.answers import answer_of
 from shoal.sync.pages import sealed, unpack, unpack_dense
+from shoal.sync.protocol import answer_of
 from shoal.sync.publisher import Publisher
 from support.published import SPECS, train, trainers
 from support.served_models import trained

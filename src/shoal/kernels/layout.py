@@ -17,8 +17,8 @@ from shoal.kernels.launch import blocks_of, launch, power_of_2
 from shoal.lookup import LayoutCall
 
 FIRSTN = tl.constexpr(lookup.FIRST_N)
-MEAN = tl.constexpr(lookup.DIVIDED)
-SHARES = tl.constexpr(lookup.MEAN)
+DIVIDED = tl.constexpr(lookup.DIVIDED)
+MEAN = tl.constexpr(lookup.MEAN)
 BY_ROW = tl.constexpr(lookup.BY_ROW)
 ELEMENTS = {
     torch.float32: (tl.float32, tl.float32),
@@ -42,7 +42,7 @@ def row_pointers(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def share_of(pooling: tl.tensor, count: tl.tensor, SUM: tl.constexpr) -> tl.tensor:
     """What each row of a cell counts for: 1 over their number in a shard's mean, else 1."""
-    shared = (pooling % BY_ROW) == SHARES
+    shared = (pooling % BY_ROW) == MEAN
     many = tl.where(shared, tl.maximum(count, 1), 1).to(SUM)
     one = tl.full(many.shape, 1.0, SUM)
     return one / many if tl.float64 == SUM else tl.div_rn(one, many)
@@ -120,7 +120,7 @@ def _lay_feature(  # type: ignore[no-untyped-def]
                 valid = filled & (j < count)
                 tile = _tile(addresses, rows_N, buffer_N, start + j, valid, columns, high, ELEMENT)
                 pooled += tile.to(SUM) * factor[:, None]
-            if pooling == MEAN:
+            if pooling == DIVIDED:
                 pooled = pooled / tl.maximum(count, 1).to(SUM)[:, None]
             _store_slices(
                 pooled, features, slices, outputs, feature, examples, inside, columns, 0, ELEMENT
@@ -167,7 +167,7 @@ def _lay_sum(  # type: ignore[no-untyped-def]
                 mask = valid[:, None] & (columns < width)[None, :]
                 at = (rows + offset)[:, None] + columns[None, :]
                 pooled += tl.load(at, mask=mask, other=0.0).to(SUM) * factor[:, None]
-            divisor = tl.where(pooling == MEAN, tl.maximum(count, 1), 1).to(SUM)
+            divisor = tl.where(pooling == DIVIDED, tl.maximum(count, 1), 1).to(SUM)
             total += tl.sum(pooled / divisor[:, None], axis=0)
         at = example.to(tl.int64) * tl.load(whole + 8) + tl.load(whole + 4) + columns
         tl.store(output + at, total.to(ELEMENT), mask=columns < width)
@@ -342,7 +342,7 @@ def _share(  # type: ignore[no-untyped-def]
                 at = example * tl.load(piece + 8) + tl.load(piece + 4) + step * tl.load(piece + 5)
                 grad = address.to(tl.pointer_type(ELEMENT)) + at
                 share += tl.load(grad + offset, mask=mask, other=0.0).to(SUM)
-    mean = (pooling == MEAN) | (pooling % BY_ROW == SHARES)
+    mean = (pooling == DIVIDED) | (pooling % BY_ROW == MEAN)
     divisor = tl.where(mean, stop - start, 1)
     return share / divisor.to(SUM)
 

@@ -345,7 +345,7 @@ class TableServer:
         groups, counts_N = self._groups(head, frames), self._counts(head, frames)
         sets = self._sets(head, frames)
         seen = sets[1] if len(sets) > 1 else None
-        with self._update(head) as fresh:
+        with self._once(head) as fresh:
             behind = 0 if head.seen is None else max(0, self.updates - head.seen)
             if fresh:
                 ctx = head.context()
@@ -367,7 +367,7 @@ class TableServer:
 
     def _write(self, head: Head, frames: Frames, write: Callable[..., None]) -> Reply:
         groups, (rows,) = self._groups(head, frames), self._sets(head, frames)
-        with self._update(head) as fresh:
+        with self._once(head) as fresh:
             if fresh:
                 write(groups, rows, ctx=head.context())
         return b"", []
@@ -376,7 +376,7 @@ class TableServer:
         """Repeated, every id existed: the status that the first reply had is not known here."""
         groups = self._groups(head, frames)
         status_N = torch.ones(groups.ids_N.numel(), dtype=torch.int32, device="cpu")
-        with self._update(head) as fresh:
+        with self._once(head) as fresh:
             if fresh:
                 status_N = self.shard.reinitialize(groups, ctx=head.context())
         return b"", [memory(status_N)]
@@ -498,7 +498,7 @@ class TableServer:
             )
 
     @contextmanager
-    def _update(self, head: Head) -> Iterator[bool]:
+    def _once(self, head: Head) -> Iterator[bool]:
         """Whether an update is to be applied: not if it was before; in the order of its worker."""
         worker = self._worker(head)
         with worker.lock, self._gate.updating():

@@ -17,14 +17,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import TracebackType
-from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ValidationError
 from torch import Tensor
 
 from shoal.comm.transport import Frames, Secret, Server
 from shoal.errors import ConfigError, DataError, InputError
-from shoal.placement import BUCKETS
 from shoal.sync.pages import (
     PackedPage,
     Share,
@@ -34,6 +32,7 @@ from shoal.sync.pages import (
     sealed,
     unsealed,
 )
+from shoal.sync.protocol import LONGEST_PAUSE_S, TRIES, Ask
 from shoal.sync.status import FollowerStatus, PublisherStatus, Rate
 from shoal.table.hosting import HostedTables
 from shoal.table.native import TooManySnapshots
@@ -43,9 +42,6 @@ from shoal.table.values import Cursor
 _log = logging.getLogger(__name__)
 
 MOST_PASSES = 2  # that are open at once; a shard has 8 snapshots for all purposes
-TRIES = 5  # of a page
-MOST_REPLY_S = 3600.0
-LONGEST_PAUSE_S = 5.0  # of a replica that failed
 _GONE_S = 2 * LONGEST_PAUSE_S  # who has not asked for so long is away
 _LISTED_S = 60.0  # who has asked since is in the status
 _MOST_SEGMENTS = 1000  # a page each costs more to ask for than a pass
@@ -55,54 +51,6 @@ _MOST_CHECKPOINTS = 1000  # to follow on from
 _REQUEST_BYTES = 1 << 16  # a frame of a request
 _FILE_BYTES = 64 << 20  # of segments, before the next file
 _Answer = tuple[object, list[bytes]]
-_Whole = Annotated[int, Field(ge=0, lt=1 << 63)]
-
-
-class Ask(BaseModel):
-    """What a replica asks.
-
-    Args:
-        method: "hello": tables, rank and number of ranks; "after": segments after a version;
-            "page": one of a segment; "pass": start a pass over all rows; "next": its next page;
-            "newest": versions of rows and dense weights, of who wants no rows; "dense": tensors;
-            "goodbye": it asks no more.
-        incarnation, version: what the replica has.
-        checkpoint: id of the one that it has loaded, in place of both.
-        share, of: which rows it wants: part `share` of `of` of the hashes.
-        number, page: of a segment or pass, and of its page; of "after" and "newest": of its dense
-            weights.
-        replica: who asks. It has one pass at a time.
-        reply_s: how long it waits for a reply.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    method: Literal["hello", "after", "newest", "page", "pass", "next", "dense", "goodbye"]
-    incarnation: _Whole = 0
-    version: _Whole = 0
-    number: _Whole = 0
-    page: _Whole = 0
-    replica: Annotated[str, Field(max_length=100)] = ""
-    checkpoint: Annotated[str, Field(max_length=100)] = ""
-    share: Annotated[int, Field(ge=0, lt=BUCKETS)] = 0
-    of: Annotated[int, Field(ge=1, le=BUCKETS)] = 1
-    reply_s: Annotated[float, Field(ge=0, le=MOST_REPLY_S)] = 10.0
-
-    @model_validator(mode="after")
-    def _in_range(self) -> Ask:
-        if self.share >= self.of:
-            raise ValueError(f"share {self.share} of {self.of}")
-        return self
-
-    @property
-    def rows(self) -> Share:
-        """Which rows are wanted."""
-        return Share(self.share, self.of)
-
-    def has(self, incarnation: int, version: int, dense: int) -> bool:
-        """Whether who asks "after" has these."""
-        current = self.incarnation == incarnation and self.version >= version
-        return current and self.number >= dense
 
 
 class _Spool:

@@ -21,10 +21,9 @@ from shoal.comm.transport import Client, Frames, Reply, Secret
 from shoal.errors import CheckpointError, ConfigError, DataError, ServerLost
 from shoal.placement import BUCKETS, Placement, hash_ids, owners
 from shoal.rules.optimizers import SGD
-from shoal.sync.answers import answer_of
 from shoal.sync.checkpoints import Only, load_checkpoint, newest_checkpoint
 from shoal.sync.pages import DeletedIds, Share, row_ranges, sealed, unpack, unpack_dense, unsealed
-from shoal.sync.publisher import LONGEST_PAUSE_S, MOST_REPLY_S, TRIES, Ask
+from shoal.sync.protocol import LONGEST_PAUSE_S, MOST_REPLY_S, TRIES, Ask, answer_of
 from shoal.sync.status import Rate, ReplicaStatus, SourceStatus
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.rows import real_dtype, stored

@@ -1,4 +1,6 @@
-#include "pool.h"
+#include "threads.h"
+
+#include <pthread.h>
 
 #include <algorithm>
 #include <exception>
@@ -7,9 +9,6 @@
 
 #include "buffers.h"
 
-#if defined(__unix__) || defined(__APPLE__)
-#include <pthread.h>
-#endif
 
 namespace shoal {
 
@@ -56,14 +55,15 @@ Hooks& hooks() {
   return *made;
 }
 
-#if defined(__unix__) || defined(__APPLE__)
 void before_fork() {
   create_mutex.lock();
   hooks().mutex.lock();
-  Buffers::instance().mutex().lock();  // held for moments only, and nothing is locked inside it
+  Buffers::instance().mutex().lock();  // held for moments only
+  packed_blocks_mutex().lock();        // the same; nothing is locked inside it
 }
 
 void after_fork() {
+  packed_blocks_mutex().unlock();
   Buffers::instance().mutex().unlock();
   hooks().mutex.unlock();
   create_mutex.unlock();
@@ -75,7 +75,6 @@ void after_fork() {
   // A forked child has none of the parent's threads: it forgets the pool and makes its own.
   current.store(nullptr, std::memory_order_release);
 });
-#endif
 }  // namespace
 
 ForkHook::ForkHook(void* owner, void (*in_child)(void*) noexcept)
