@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "ops_copy.h"
-#include "ops_partition.h"
+#include "ops_buckets.h"
 #include "prefetch.h"
 
 namespace shoal {

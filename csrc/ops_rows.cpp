@@ -5,7 +5,7 @@
 
 #include "hash.h"
 #include "ops_copy.h"
-#include "ops_partition.h"
+#include "ops_buckets.h"
 #include "prefetch.h"
 
 namespace shoal {

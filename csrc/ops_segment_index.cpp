@@ -1,7 +1,7 @@
 // Segments given by the segment of each row, in any order.
 #include <atomic>
 
-#include "ops_partition.h"
+#include "ops_buckets.h"
 #include "ops_segments.h"
 #include "pool.h"
 #include "prefetch.h"

@@ -1,5 +1,5 @@
 // First rows of segments and back, and the segment of each row.
-#include "ops_partition.h"
+#include "ops_buckets.h"
 #include "ops_segments.h"
 #include "pool.h"
 #include "segments_impl.h"

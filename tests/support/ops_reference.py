@@ -24,7 +24,7 @@ from shoal.ops import (
     ValueOffset,
 )
 from shoal.ops.checks import check_layout
-from shoal.ops.layout_arguments import forward_arguments, gradient_arguments, reshaped
+from shoal.ops.layout import forward_arguments, gradient_arguments
 from shoal.ops.reference import ids as plain_ids
 from shoal.ops.reference import rows as plain_rows
 from shoal.ops.reference.ids import first_places
@@ -461,4 +461,5 @@ def fused_embedding_to_layout_grad(
     )
     grads, scale, sizes, *rest = arguments
     check_layout(sizes, *rest[:8])
-    return reshaped(layout_backward(grads, scale, sizes, *rest), embeddings_list)
+    found = layout_backward(grads, scale, sizes, *rest)
+    return [grad.view(rows.shape) for grad, rows in zip(found, embeddings_list, strict=True)]

@@ -11,15 +11,7 @@ from shoal.ops.flat import (
     fused_gather_embeddings_by_input_gradient,
 )
 from shoal.ops.ids import Dedup, dedup, dedup_into, fused_value_rowids, normalize_merged_split
-from shoal.ops.layout import (
-    Layout,
-    fused_embedding_to_layout,
-    fused_embedding_to_layout_grad,
-    pooled_layout,
-)
-from shoal.ops.layout_plan import FeatureConfig, FeatureConfigs, LayoutIndex, OutConfig, SliceConfig
-from shoal.ops.monolith_layout import MonolithOffsets
-from shoal.ops.reorder import (
+from shoal.ops.ids_by_shard import (
     FusedReorder,
     Reorder,
     ShardBy,
@@ -32,6 +24,14 @@ from shoal.ops.reorder import (
     unique_key_with_value_and_offset,
     unique_key_with_value_and_offset_into,
 )
+from shoal.ops.layout import (
+    Layout,
+    fused_embedding_to_layout,
+    fused_embedding_to_layout_grad,
+    pooled_layout,
+)
+from shoal.ops.layout_plan import FeatureConfig, FeatureConfigs, LayoutIndex, OutConfig, SliceConfig
+from shoal.ops.monolith_layout import MonolithOffsets
 from shoal.ops.rows import (
     GatheredRows,
     gather_embeddings_by_ids_gradient_back_prop,

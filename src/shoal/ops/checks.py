@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -148,18 +147,6 @@ def bad_row_index(what: str, at: int, got: int, size: int) -> InputError:
     )
 
 
-def check_match_values(what: str, ids_M: Tensor, query_N: Tensor) -> None:
-    """Require that every query has a row.
-
-    Raises:
-        InputError: one has none; names the first.
-    """
-    missing_N = torch.isin(query_N, ids_M, invert=True)
-    if bool(missing_N.any()):
-        at = int(missing_N.int().argmax())
-        raise missing_id(what, at, int(query_N[at]))
-
-
 def check_index_values(what: str, index_N: Tensor, size: int) -> None:
     """Require 0 <= index < size.
 
@@ -267,19 +254,13 @@ def read_offsets(op: str, offsets_B1: Tensor, rows: int) -> None:
         ShapeError: they do not.
     """
     cuts = offsets_B1.detach().cpu()
-    at = _broken_at(cuts, rows)
-    if at is not None:
-        raise bad_offset(op, cuts, rows, at)
-
-
-def _broken_at(cuts: Tensor, end: int) -> int | None:
-    """Where offsets do not start at 0, fall, leave 0..end or miss the end; None: nowhere."""
+    wrong = (cuts[1:] < cuts[:-1]) | (cuts[1:] > rows)
     if int(cuts[0]) != 0:
-        return 0
-    if int(cuts[-1]) != end:
-        return cuts.numel() - 1
-    wrong = (cuts[1:] < cuts[:-1]) | (cuts[1:] > end)
-    return int(wrong.nonzero()[0]) + 1 if bool(wrong.any()) else None
+        raise bad_offset(op, cuts, rows, 0)
+    if int(cuts[-1]) != rows:
+        raise bad_offset(op, cuts, rows, cuts.numel() - 1)
+    if bool(wrong.any()):
+        raise bad_offset(op, cuts, rows, int(wrong.nonzero()[0]) + 1)
 
 
 def bad_offset(op: str, offsets_B1: Tensor, rows: int, at: int) -> ShapeError:
@@ -295,21 +276,6 @@ def bad_offset(op: str, offsets_B1: Tensor, rows: int, at: int) -> ShapeError:
     return ShapeError(
         f"{op}: offset {at}", got, allowed, "Offsets rise from 0 to the number of rows."
     )
-
-
-def read_index(op: str, index_M: Tensor, length: int, indices_sorted: bool) -> None:
-    """Indices from 0 to length-1, never falling if they are said to be sorted.
-
-    Raises:
-        InputError: they are not.
-    """
-    index = index_M.detach().cpu()
-    outside = (index < 0) | (index >= length)
-    if bool(outside.any()):
-        raise bad_segment_index(op, index, length, int(outside.nonzero()[0]))
-    falls = index.diff() < 0
-    if indices_sorted and bool(falls.any()):
-        raise bad_segment_index(op, index, length, int(falls.nonzero()[0]) + 1)
 
 
 def bad_segment_index(op: str, index_M: Tensor, length: int, at: int) -> InputError:
@@ -418,41 +384,6 @@ def map_error(
     name = "pos.offsets_B1" if fault == 1 else "value_offset splits"
     allowed = f"0, never falling, {ends} at the end"
     return ShapeError(f"{op}: {name}", got=f"a break at [{at}]", allowed=allowed, remedy=_REMEDY)
-
-
-def check_map_values(*offset_map: Any) -> None:
-    """Require a map that fits its value and its buffer.
-
-    offset_map: positions, splits, offsets and offset splits, dims, and elements of both.
-
-    Raises:
-        InputError: it does not; names the first fault.
-    """
-    positions_N, splits_K1, offsets_V, offset_splits_U1, dims, length, size = offset_map
-    keys = offset_splits_U1.numel() - 1
-
-    def fail(fault: int, at: int) -> InputError:
-        return map_error(fault, at, positions_N, offsets_V, keys, length, size)
-
-    bad = _broken_at(splits_K1.cpu(), positions_N.numel())
-    if bad is not None:
-        raise fail(1, bad)
-    counts = splits_K1.diff().tolist()
-    elements = sum(count * dim for count, dim in zip(counts, dims, strict=True))
-    if elements != length:
-        raise fail(2, elements)
-    bad = _broken_at(offset_splits_U1.cpu(), offsets_V.numel())
-    if bad is not None:
-        raise fail(4, bad)
-    offsets, offset_splits, row = offsets_V.tolist(), offset_splits_U1.tolist(), 0
-    for count, dim in zip(counts, dims, strict=True):
-        for key in positions_N[row : row + count].tolist():
-            if not 0 <= key < keys:
-                raise fail(3, row)
-            for at in range(offset_splits[key], offset_splits[key + 1]):
-                if not 0 <= offsets[at] <= size - dim:
-                    raise fail(5, at)
-            row += 1
 
 
 _OP = "fused_embedding_to_layout"

@@ -251,6 +251,17 @@ def _kernels(module: str) -> Any:
     return importlib.import_module(f"shoal.kernels.{module}")
 
 
+def by_core(core: Implementation) -> Implementation:
+    """A check of values by the core on the host's copies: for arguments that are ids or offsets."""
+
+    def on_host(value: Any) -> Any:
+        if isinstance(value, list):
+            return [on_host(one) for one in value]
+        return value.cpu() if isinstance(value, Tensor) else value
+
+    return lambda *args: core(*map(on_host, args))
+
+
 def one_device(op: str, **tensors: Tensor) -> torch.device:
     """The device all arguments share.
 

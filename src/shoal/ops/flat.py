@@ -20,13 +20,12 @@ from shoal.ops.checks import (
     check_gradients,
     check_ids,
     check_lists,
-    check_map_values,
     check_same_dtype,
     map_error,
 )
 from shoal.ops.dispatch import fresh, operator, widened
+from shoal.ops.ids_by_shard import ValueOffset
 from shoal.ops.reference import rows as reference
-from shoal.ops.reorder import ValueOffset
 from shoal.ragged import Ragged
 
 _GATHER_OFFSETS = "fused_gather_embeddings_by_input: fused_embedding_offsets"
@@ -76,28 +75,27 @@ def _core_scatter(
 
 
 def _with_map(
-    run: Any,
-    tensors: Sequence[Tensor],
-    dims: Sequence[int],
-    value: Tensor,
-    buffer_E: Tensor,
-    *how: int,
+    run: Any, tensors: Sequence[Tensor], dims: Sequence[int], length: int, size: int, *how: int
 ) -> None:
-    """Fill the buffer or sum it into the value, by a map that the core checks."""
+    """Run by a map that the core checks, of values of `length` and a buffer of `size` elements."""
     tensors = [tensor.contiguous() for tensor in tensors]
     addresses, counts = [address(part) for part in tensors], [part.numel() for part in tensors]
-    length, size = value.numel(), buffer_E.numel()
-    places = address(value), length, address(buffer_E), size
-    fault, at = run(addresses, counts, dims, *places, *how, torch.get_num_threads())
+    fault, at = run(addresses, counts, dims, length, size, *how, torch.get_num_threads())
     if fault:
         keys = tensors[3].numel() - 1
         raise map_error(fault, at, tensors[0], tensors[2], keys, length, size)
 
 
+def _check_map(*offset_map: Any) -> None:
+    *tensors, dims, length, size = offset_map
+    _with_map(core.check_map, [tensor.cpu() for tensor in tensors], dims, length, size)
+
+
 def _core_fill(buffer_E: Tensor, value: Tensor, *offset_map: Any) -> None:
     *tensors, dims = offset_map
     value = value.contiguous()
-    _with_map(core.fill_offsets, tensors, dims, value, buffer_E, value.element_size())
+    places = address(value), address(buffer_E), value.element_size()
+    _with_map(core.fill_offsets, tensors, dims, value.numel(), buffer_E.numel(), *places)
 
 
 def _core_sum(buffer_E: Tensor, *offset_map: Any) -> Tensor:
@@ -105,7 +103,7 @@ def _core_sum(buffer_E: Tensor, *offset_map: Any) -> Tensor:
     wide_E = widened(buffer_E)
     value = fresh(length, dtype=wide_E.dtype)
     run = core.sum_offsets_f64 if value.dtype is torch.float64 else core.sum_offsets_f32
-    _with_map(run, tensors, dims, value, wide_E)
+    _with_map(run, tensors, dims, length, wide_E.numel(), address(value), address(wide_E))
     return value.to(buffer_E.dtype)
 
 
@@ -189,7 +187,7 @@ fill_offsets = operator(
     core=_core_fill,
     triton="flat_rows:fill_offsets",
     fake=lambda *_: None,
-    check=lambda buffer_E, value, *offset_map: check_map_values(
+    check=lambda buffer_E, value, *offset_map: _check_map(
         *offset_map, value.numel(), buffer_E.numel()
     ),
 )
@@ -200,7 +198,7 @@ sum_offsets = operator(
     core=_core_sum,
     triton="flat_rows:sum_offsets",
     fake=lambda buffer_E, *rest: buffer_E.new_empty(rest[-1]),
-    check=lambda buffer_E, *offset_map: check_map_values(*offset_map, buffer_E.numel()),
+    check=lambda buffer_E, *offset_map: _check_map(*offset_map, buffer_E.numel()),
     gradient=(_sum_backward, _setup_sum),
 )
 

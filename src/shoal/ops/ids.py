@@ -13,7 +13,7 @@ from shoal._core import ops as core
 from shoal.address import address
 from shoal.errors import ShapeError
 from shoal.ops.checks import check_ids, check_outs, shape_error
-from shoal.ops.dispatch import fresh, one_device, operator
+from shoal.ops.dispatch import by_core, fresh, one_device, operator
 from shoal.ops.reference import ids as reference
 from shoal.ops.segment_rows import all_row_ids
 from shoal.ragged import Ragged
@@ -219,21 +219,6 @@ def _split_error(splits_T: Tensor, sizes_P: Tensor, bad: int) -> ShapeError:
     return shape_error(op, f"row_splits_T[{bad}]", splits_T[bad].item(), allowed)
 
 
-def _check_normalize_merged_split(splits_T: Tensor, sizes_P: Tensor) -> None:
-    total, ends_P = splits_T.numel(), sizes_P.cumsum(0)
-    bad_P = (sizes_P < 1) | (ends_P > total)
-    bad_P[-1] |= ends_P[-1] != total
-    places = bad_P.nonzero()
-    if places.numel():
-        raise _split_error(splits_T, sizes_P, total + int(places[0]))
-    bad_T = splits_T.diff(prepend=splits_T.new_zeros(1)) < 0
-    starts_P = ends_P - sizes_P
-    bad_T[starts_P] = splits_T[starts_P] != 0
-    places = bad_T.nonzero()
-    if places.numel():
-        raise _split_error(splits_T, sizes_P, int(places[0]))
-
-
 def _core_normalize_merged_split(splits_T: Tensor, sizes_P: Tensor) -> Tensor:
     splits_T, sizes_P = splits_T.contiguous(), sizes_P.contiguous()
     total, parts = splits_T.numel(), sizes_P.numel()
@@ -252,7 +237,7 @@ _normalize_merged_split = operator(
     core=_core_normalize_merged_split,
     triton="ids:normalize_merged_split",
     fake=lambda splits_T, sizes_P: splits_T.new_empty(splits_T.numel() + 1 - sizes_P.numel()),
-    check=_check_normalize_merged_split,
+    check=by_core(_core_normalize_merged_split),
 )
 
 _rowids_cache = _RowidsCache()

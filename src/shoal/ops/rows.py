@@ -18,12 +18,11 @@ from shoal.ops.checks import (
     check_ids,
     check_index_values,
     check_lists,
-    check_match_values,
     check_rows,
     check_same_dtype,
     missing_id,
 )
-from shoal.ops.dispatch import fresh, operator, widened
+from shoal.ops.dispatch import by_core, fresh, operator, widened
 from shoal.ops.reference import rows as reference
 
 
@@ -125,9 +124,7 @@ _match_rows = operator(
     core=_core_match,
     triton="flat_rows:match_rows",
     fake=lambda ids, query_N, *_: torch.empty_like(query_N),
-    check=lambda ids, query_N, missing_ok, _, what: (
-        None if missing_ok else check_match_values(what, torch.cat(list(ids)), query_N)
-    ),
+    check=by_core(_core_match),
 )
 _gather_rows = operator(
     "gather_rows(Tensor[] shards, Tensor index_N, bool multi_threads, str what) -> Tensor",

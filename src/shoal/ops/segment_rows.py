@@ -10,7 +10,7 @@ from torch import Tensor
 from shoal._core import ops as core
 from shoal.address import address
 from shoal.ops import checks
-from shoal.ops.dispatch import fresh, operator
+from shoal.ops.dispatch import by_core, fresh, operator
 from shoal.ops.reference import rows as reference
 
 
@@ -123,5 +123,5 @@ all_row_ids = operator(
     core=_core_row_ids,
     triton="ids:value_rowids",
     fake=lambda offsets, rows, op: offsets.new_empty(rows),
-    check=lambda offsets, rows, op: checks.read_offsets(op, offsets, rows),
+    check=by_core(_core_row_ids),
 )

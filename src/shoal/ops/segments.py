@@ -27,7 +27,7 @@ from shoal._core import ops as core
 from shoal.address import address
 from shoal.errors import ShapeError
 from shoal.ops import checks
-from shoal.ops.dispatch import fresh, one_device, operator, widened
+from shoal.ops.dispatch import by_core, fresh, one_device, operator, widened
 from shoal.ops.reference import rows as reference
 
 MODES = ("sum", "mean", "sqrtn", "l2")
@@ -299,12 +299,6 @@ def _core_offsets(indices: list[Tensor], lengths: list[int], op: str) -> list[Te
     ]
 
 
-def _check_sorted(indices: list[Tensor], lengths: list[int], op: str) -> None:
-    for k, (index_M, length) in enumerate(zip(indices, lengths, strict=True)):
-        name = checks.table_of(op, k, indices)
-        checks.read_index(name, index_M, length, indices_sorted=True)
-
-
 # The order of a sorted index on the CPU begins with -1 and is not read.
 _group_index = operator(
     "group_index(Tensor index_M, SymInt length, bool indices_sorted, str op) -> (Tensor, Tensor)",
@@ -315,7 +309,7 @@ _group_index = operator(
         index.new_empty(length + 1),
         index.new_empty(0 if in_order else index.shape[0]),
     ),
-    check=lambda index, length, in_order, op: checks.read_index(op, index, length, in_order),
+    check=by_core(_core_group),
 )
 
 _sorted_offsets = operator(
@@ -330,7 +324,7 @@ _sorted_offsets = operator(
     fake=lambda indices, lengths, op: [
         index.new_empty(length + 1) for index, length in zip(indices, lengths, strict=True)
     ],
-    check=_check_sorted,
+    check=by_core(_core_offsets),
 )
 
 
@@ -505,8 +499,8 @@ _index_reduce = operator(
         index.new_empty(length + 1),
         index.new_empty(0 if in_order else index.shape[0]),
     ),
-    check=lambda values, index, length, in_order, mode, op: checks.read_index(
-        op, index, length, in_order
+    check=lambda values, index, length, in_order, mode, op: _core_group(
+        index.cpu(), length, in_order, op
     ),
     gradient=(_index_reduce_gradient, _setup_index_reduce),
 )

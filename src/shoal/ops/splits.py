@@ -11,7 +11,7 @@ from shoal._core import ops as core
 from shoal.address import address, check_dense
 from shoal.errors import DTypeError, InputError
 from shoal.ops.checks import check_ids, shape_error, value_error
-from shoal.ops.dispatch import fresh, one_device, operator
+from shoal.ops.dispatch import by_core, fresh, one_device, operator
 from shoal.ops.ids import GOOD, value_rowids
 from shoal.ops.reference import ids as reference
 from shoal.ragged import Ragged
@@ -205,19 +205,12 @@ def shard_error(what: str, shards_N: Tensor, num: int, at: int) -> InputError:
     return value_error(op, f"{name} at {at}", shards_N[at].item(), f"0..{num - 1}")
 
 
-def raise_bad_shards(what: str, shards_N: Tensor, num: int) -> None:
-    """Raise for the first shard that is out of range; reads the tensor."""
-    places = ((shards_N < 0) | (shards_N >= num)).nonzero()
-    if places.numel():
-        raise shard_error(what, shards_N, num, int(places[0]))
-
-
 def _check_order(op: str, rows_N: Tensor, order_N: Tensor) -> None:
     check_ids(op, "order_N", order_N)
     check_lengths(op, "order_N", order_N, "rows_N", rows_N)
 
 
-def _core_partition(shards_N: Tensor, num: int, what: str = _SHARDS) -> tuple[Tensor, Tensor]:
+def core_partition(shards_N: Tensor, num: int, what: str = _SHARDS) -> tuple[Tensor, Tensor]:
     shards_N, n = shards_N.contiguous(), shards_N.numel()
     order_N, sizes_W = fresh(n, dtype=torch.int64), fresh(num, dtype=torch.int64)
     run = core.partition_i64 if shards_N.dtype == torch.int64 else core.partition_i32
@@ -265,13 +258,13 @@ def _moved_gradient(ctx: Any, grads_N: Tensor) -> tuple[Tensor, None, None]:
 _partition = operator(
     f"partition(Tensor shards_N, int num, str what='{_SHARDS}') -> (Tensor, Tensor)",
     reference=lambda shards_N, num, what=_SHARDS: reference.partition(shards_N, num),
-    core=_core_partition,
+    core=core_partition,
     triton="ids:partition",
     fake=lambda shards_N, num, what=_SHARDS: (
         shards_N.new_empty(shards_N.numel(), dtype=torch.int64),
         shards_N.new_empty(num, dtype=torch.int64),
     ),
-    check=lambda shards_N, num, what=_SHARDS: raise_bad_shards(what, shards_N, num),
+    check=by_core(core_partition),
 )
 
 # Rows by their order, or back to where they were: each is the other's gradient.

@@ -1,4 +1,7 @@
-"""Ids of one or many tables made distinct and packed by shard."""
+"""Ids of one or many tables made distinct and packed by the shard that each goes to.
+
+Which shard that is: a rule of `RULES`, as `placement.ownership` has it, or what the caller gives.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,15 @@ from shoal.ops.splits import (
     check_lengths,
     check_num,
     check_shards,
+    core_partition,
     partition,
-    raise_bad_shards,
     shard_error,
 )
 from shoal.placement import BUCKET_BITS, buckets_of, floormod, mix64, unsigned_mod
 from shoal.ragged import Ragged
 
-_RULE_NUMBERS = {"given": 0, "floormod": 1, "unsigned_mod": 2, "hash_ranges": 3}
+# What says which shard an id goes to, by number: csrc/ops_shard_rules.h.
+RULES = {"given": 0, "floormod": 1, "unsigned_mod": 2, "hash_ranges": 3}
 _WHAT = "fused_reorder_by_indices: shard_by's result"  # what errors of given shards name
 
 
@@ -120,7 +124,7 @@ def _core_fused_reorder(*arguments: Any, out: Sequence[Tensor] = ()) -> Found:
         [span.numel() for span in spans],
         list(dims),
         num,
-        _RULE_NUMBERS[rule],
+        RULES[rule],
         0 if shards_N is None else address(shards_N),
         address(offsets_N),
         torch.get_num_threads(),
@@ -176,7 +180,7 @@ def _check_fused_reorder(*arguments: Any) -> None:
     what = arguments[-1] if isinstance(arguments[-1], str) else _WHAT
     ids, offsets_K1, _, num, rule, shards_N, _ = _Reordering(*arguments[:6])
     if shards_N is not None and rule == "given":
-        raise_bad_shards(what, shards_N, num)
+        core_partition(shards_N.cpu(), num, what)
     if offsets_K1 is not None:
         read_offsets(_operation(what), offsets_K1, ids[0].numel())
 
