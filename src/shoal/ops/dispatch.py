@@ -1,11 +1,11 @@
-"""Operators `torch.ops.shoal.*`: one definition, four implementations, one gradient."""
+"""Operators `torch.ops.shoal.*`: one definition, core and kernels, one gradient."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Literal, get_args
 
@@ -40,25 +40,27 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.contiguous()
 
 
-Backend = Literal["reference", "core", "triton"]
+Backend = Literal["core", "triton"]
 Implementation = Callable[..., Any]
+Forced = Backend | Mapping[str, Implementation]
 
 _LIBRARY: Any = torch.library.Library("shoal", "FRAGMENT")  # type: ignore[no-untyped-call]
-_FORCED: ContextVar[Backend | None] = ContextVar("shoal_ops_backend", default=None)
+_FORCED: ContextVar[Forced | None] = ContextVar("shoal_ops_backend", default=None)
 _bounds_checks = False
 
 
 @contextlib.contextmanager
-def forced(backend: Backend) -> Iterator[None]:
-    """Inside, operators on CPU and CUDA tensors run one named implementation.
+def forced(backend: Forced) -> Iterator[None]:
+    """Inside, operators on CPU and CUDA tensors run one named implementation, or given functions.
 
     For tests, and for finding out which implementation is wrong. "core" takes CPU tensors only;
-    "triton" takes CPU tensors only under `TRITON_INTERPRET=1`.
+    "triton" takes CPU tensors only under `TRITON_INTERPRET=1`. Functions are given by the name of
+    the operator whose arguments they take; operators that are not named run as ever.
 
     Raises:
         UnknownName: no such backend.
     """
-    if backend not in get_args(Backend):
+    if not isinstance(backend, Mapping) and backend not in get_args(Backend):
         raise unknown_name("backend", backend, get_args(Backend))
     token = _FORCED.set(backend)
     try:
@@ -67,7 +69,7 @@ def forced(backend: Backend) -> Iterator[None]:
         _FORCED.reset(token)
 
 
-def backend_on(device: torch.device) -> Backend:
+def backend_on(device: torch.device) -> Forced:
     """What operators on tensors of a CPU or CUDA device run."""
     return _FORCED.get() or ("triton" if device.type == "cuda" else "core")
 
@@ -101,7 +103,6 @@ def bounds_checks(enabled: bool = True) -> Iterator[None]:
 def operator(
     schema: str,
     *,
-    reference: Implementation,
     core: Implementation,
     triton: str,
     fake: Implementation,
@@ -113,12 +114,12 @@ def operator(
 
     Args:
         schema: as `torch.library.define` takes it, without the namespace.
-        reference, core: plain torch, and the compiled core on CPU tensors.
+        core: the compiled core, on CPU tensors.
         triton: "module:function" in `shoal.kernels`, loaded at its first call.
         fake: output shapes without data.
         check: raises for bad values in index and offset tensors; takes the operator's arguments.
-            Runs before the reference and before Triton (on CUDA only when `set_bounds_checks` is
-            on). The core checks values itself, in its own pass, and raises the same errors.
+            Runs before all but the core (on CUDA only when `set_bounds_checks` is on), which checks
+            values itself, in its own pass, and raises the same errors.
         gradient: backward and setup_context, as `torch.library.register_autograd` takes them;
             none for operators on ids alone.
         from_host: its launcher sends addresses or sizes from the host, so that a captured CUDA
@@ -126,28 +127,28 @@ def operator(
     """
     name = schema.split("(", 1)[0].strip()
     _LIBRARY.define(schema, tags=(torch.Tag.cudagraph_unsafe,) if from_host else ())
-    kernel = _lazy(triton)
-    table: dict[Backend, Implementation] = {
-        "reference": reference,
-        "core": core,
-        "triton": kernel,
-    }
+    table: dict[Backend, Implementation] = {"core": core, "triton": _lazy(triton)}
+
+    def run(default: Backend, checked: bool, args: Sequence[Any]) -> Any:
+        chosen = _FORCED.get() or default
+        given = isinstance(chosen, Mapping)
+        work = chosen.get(name, table[default]) if given else table[chosen]
+        if checked and check is not None and work is not core:
+            check(*args)
+        return work(*args)
 
     def on_cpu(*args: Any) -> Any:
-        backend = _FORCED.get() or "core"
-        return _run(table[backend], None if backend == "core" else check, args)
+        return run("core", True, args)
 
     def on_cuda(*args: Any) -> Any:
-        backend = _FORCED.get() or "triton"
-        if backend == "core":
+        if _FORCED.get() == "core":
             raise _core_on_cuda(name)
-        values = check if _bounds_checks else None
         # Triton launches on the current device, whatever device its arguments lie on.
         device = _cuda_device(args)
         if device is None or device.index == torch.cuda.current_device():
-            return _run(table[backend], values, args)
+            return run("triton", _bounds_checks, args)
         with torch.cuda.device(device):
-            return _run(table[backend], values, args)
+            return run("triton", _bounds_checks, args)
 
     _LIBRARY.impl(name, on_cpu, "CPU")
     _LIBRARY.impl(name, on_cuda, "CUDA")
@@ -199,12 +200,6 @@ def _all_plain(args: Iterable[Any], grad: bool) -> bool:
         elif isinstance(arg, Tensor):
             return False
     return True
-
-
-def _run(work: Implementation, check: Implementation | None, args: Sequence[Any]) -> Any:
-    if check is not None:
-        check(*args)
-    return work(*args)
 
 
 def _cuda_device(args: Iterable[Any]) -> torch.device | None:

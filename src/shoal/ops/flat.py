@@ -25,7 +25,6 @@ from shoal.ops.checks import (
 )
 from shoal.ops.dispatch import fresh, operator, widened
 from shoal.ops.ids_by_shard import ValueOffset
-from shoal.ops.reference import rows as reference
 from shoal.ragged import Ragged
 
 _GATHER_OFFSETS = "fused_gather_embeddings_by_input: fused_embedding_offsets"
@@ -107,11 +106,6 @@ def _core_sum(buffer_E: Tensor, *offset_map: Any) -> Tensor:
     return value.to(buffer_E.dtype)
 
 
-def _reference_fill(buffer_E: Tensor, value: Tensor, *offset_map: Any) -> None:
-    source, target = reference.offset_map_places(*offset_map)
-    buffer_E[target] = value[source]
-
-
 def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     flat_E, offsets, ctx.dims = inputs
     ctx.save_for_backward(*offsets)
@@ -156,7 +150,6 @@ def _sum_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 gather_flat = operator(
     "gather_flat(Tensor flat_E, Tensor[] offsets, SymInt[] dims) -> Tensor[]",
     from_host=True,
-    reference=reference.gather_flat,
     core=_core_gather,
     triton="flat_rows:gather_flat",
     fake=lambda flat_E, offsets, dims: [
@@ -170,7 +163,6 @@ gather_flat = operator(
 scatter_flat = operator(
     "scatter_flat(Tensor[] grads, Tensor[] offsets, SymInt size, float scale) -> Tensor",
     from_host=True,
-    reference=reference.scatter_flat,
     core=_core_scatter,
     triton="flat_rows:scatter_flat",
     fake=lambda grads, offsets, size, scale: grads[0].new_empty(size),
@@ -183,7 +175,6 @@ _MAP = "Tensor positions_N, Tensor splits_K1, Tensor offsets_V, Tensor offset_sp
 fill_offsets = operator(
     f"fill_offsets_(Tensor(a!) buffer_E, Tensor value, {_MAP}) -> ()",
     from_host=True,
-    reference=_reference_fill,
     core=_core_fill,
     triton="flat_rows:fill_offsets",
     fake=lambda *_: None,
@@ -194,7 +185,6 @@ fill_offsets = operator(
 sum_offsets = operator(
     f"sum_offsets(Tensor buffer_E, {_MAP}, SymInt length) -> Tensor",
     from_host=True,
-    reference=reference.sum_offsets,
     core=_core_sum,
     triton="flat_rows:sum_offsets",
     fake=lambda buffer_E, *rest: buffer_E.new_empty(rest[-1]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,6 @@ from shoal.address import address
 from shoal.errors import ShapeError
 from shoal.ops.checks import check_ids, check_outs, shape_error
 from shoal.ops.dispatch import by_core, fresh, one_device, operator
-from shoal.ops.reference import ids as reference
 from shoal.ops.segment_rows import all_row_ids
 from shoal.ragged import Ragged
 
@@ -179,13 +177,6 @@ def _core_dedup_into(*arguments: Tensor) -> None:
     _core_dedup(*arguments)
 
 
-def write_heads(found: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-    """Results into the heads of given tensors, and the length of the first into the last."""
-    for part, out in zip(found, outs, strict=False):
-        out[: part.numel()] = part
-    outs[-1].fill_(found[0].numel())
-
-
 def _fake_dedup(ids_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     size = torch.library.get_ctx().new_dynamic_size()
     return ids_N.new_empty(size), ids_N.new_empty(size), ids_N.new_empty(ids_N.numel())
@@ -193,7 +184,6 @@ def _fake_dedup(ids_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 _dedup = operator(
     "dedup(Tensor ids_N) -> (Tensor, Tensor, Tensor)",
-    reference=reference.dedup,
     core=_core_dedup,
     triton="ids:dedup",
     fake=_fake_dedup,
@@ -202,7 +192,6 @@ _dedup = operator(
 _dedup_into = operator(
     "dedup_into(Tensor ids_N, Tensor(a!) ids_out_N, Tensor(b!) counts_out_N, "
     "Tensor(c!) inverse_out_N, Tensor(d!) size_out_1) -> ()",
-    reference=lambda ids_N, *outs: write_heads(reference.dedup(ids_N), outs),
     core=_core_dedup_into,
     triton="ids:dedup_into",
     fake=lambda *_: None,
@@ -233,7 +222,6 @@ def _core_normalize_merged_split(splits_T: Tensor, sizes_P: Tensor) -> Tensor:
 
 _normalize_merged_split = operator(
     "normalize_merged_split(Tensor row_splits_T, Tensor sizes_P) -> Tensor",
-    reference=reference.normalize_merged_split,
     core=_core_normalize_merged_split,
     triton="ids:normalize_merged_split",
     fake=lambda splits_T, sizes_P: splits_T.new_empty(splits_T.numel() + 1 - sizes_P.numel()),

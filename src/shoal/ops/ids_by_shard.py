@@ -16,8 +16,7 @@ from shoal.address import address
 from shoal.kernels.host_copies import sent
 from shoal.ops.checks import check_ids, check_outs, read_offsets, shape_error, value_error
 from shoal.ops.dispatch import fresh, one_device, operator
-from shoal.ops.ids import GOOD, dedup_into, value_rowids, write_heads
-from shoal.ops.reference import ids as reference
+from shoal.ops.ids import GOOD, dedup_into, value_rowids
 from shoal.ops.splits import (
     check_lengths,
     check_num,
@@ -26,7 +25,7 @@ from shoal.ops.splits import (
     partition,
     shard_error,
 )
-from shoal.placement import BUCKET_BITS, buckets_of, floormod, mix64, unsigned_mod
+from shoal.placement import floormod, unsigned_mod
 from shoal.ragged import Ragged
 
 # What says which shard an id goes to, by number: csrc/ops_shard_rules.h.
@@ -141,24 +140,6 @@ def _core_fused_reorder(*arguments: Any, out: Sequence[Tensor] = ()) -> Found:
     return ids_U, counts_U, sizes_WK, offsets_N
 
 
-def _reference_fused_reorder(*arguments: Any) -> Found:
-    ids, offsets_K1, dims, num, rule, shards_N, what = _Reordering(*arguments)
-    spans = _spans(what, ids, offsets_K1)
-    if rule == "hash_ranges" and shards_N is not None:
-        owners = [_range_shards(span, line) for span, line in zip(spans, shards_N, strict=True)]
-    elif shards_N is not None:
-        owners = list(torch.split(shards_N, [span.numel() for span in spans]))
-    else:
-        shard_by = floormod if rule == "floormod" else unsigned_mod
-        owners = [shard_by(span, num) for span in spans]
-    return reference.fused_reorder_given(spans, num, dims, owners)
-
-
-def _range_shards(ids_N: Tensor, line: Tensor) -> Tensor:
-    shares_N = (buckets_of(mix64(ids_N ^ line[0])) * line[1]) >> BUCKET_BITS
-    return line[2 + shares_N]
-
-
 def _fake_fused_reorder(
     ids: Sequence[Tensor], offsets_K1: Tensor | None, dims: Sequence[int], num: int, *_: Any
 ) -> Found:
@@ -169,11 +150,6 @@ def _fake_fused_reorder(
 
 def _core_fused_reorder_into(*arguments: Any) -> None:
     _core_fused_reorder(*arguments[:6], *arguments[11:], out=arguments[6:11])
-
-
-def _reference_fused_reorder_into(*arguments: Any) -> None:
-    found = _reference_fused_reorder(*arguments[:6], *arguments[11:])
-    write_heads(found, arguments[6:11])
 
 
 def _check_fused_reorder(*arguments: Any) -> None:
@@ -191,7 +167,6 @@ _NAMED = f'str what="{_WHAT}"'
 fused_reorder = operator(
     f"fused_reorder({_ARGUMENTS}, {_NAMED}) -> (Tensor, Tensor, Tensor, Tensor)",
     from_host=True,
-    reference=_reference_fused_reorder,
     core=_core_fused_reorder,
     triton="ids:fused_reorder",
     fake=_fake_fused_reorder,
@@ -202,7 +177,6 @@ fused_reorder_into = operator(
     f"fused_reorder_into({_ARGUMENTS}, Tensor(a!) ids_out_N, Tensor(b!) counts_out_N, "
     f"Tensor(c!) sizes_out_WK, Tensor(d!) offsets_out_N, Tensor(e!) size_out_1, {_NAMED}) -> ()",
     from_host=True,
-    reference=_reference_fused_reorder_into,
     core=_core_fused_reorder_into,
     triton="ids:fused_reorder_into",
     fake=lambda *_: None,

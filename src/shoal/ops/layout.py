@@ -22,7 +22,6 @@ from shoal.ops.checks import check_layout
 from shoal.ops.dispatch import operator
 from shoal.ops.layout_plan import FeatureConfigs, LayoutIndex, OutType
 from shoal.ops.monolith_layout import MonolithOffsets, decode_monolith
-from shoal.ops.reference import layout as reference
 
 Layout = OutType
 _OP = "fused_embedding_to_layout"
@@ -352,7 +351,6 @@ _INDEX = (
 layout_forward = operator(
     f"layout_forward(Tensor[] buffers, {_INDEX}) -> Tensor[]",
     from_host=True,
-    reference=reference.layout_forward,
     core=_core_forward,
     triton="layout:layout_forward",
     fake=_fake_forward,
@@ -363,7 +361,6 @@ layout_forward = operator(
 layout_backward = operator(
     f"layout_backward(Tensor[] grads, Tensor? scale, SymInt[] sizes, {_INDEX}) -> Tensor[]",
     from_host=True,
-    reference=reference.layout_backward,
     core=_core_backward,
     triton="layout:layout_backward",
     fake=lambda grads, scale, sizes, *_: [grads[0].new_empty(size) for size in sizes],

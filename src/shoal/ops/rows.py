@@ -23,7 +23,6 @@ from shoal.ops.checks import (
     missing_id,
 )
 from shoal.ops.dispatch import by_core, fresh, operator, widened
-from shoal.ops.reference import rows as reference
 
 
 class GatheredRows(NamedTuple):
@@ -120,7 +119,6 @@ def _scatter_backward(ctx: Any, grad_MD: Tensor) -> tuple[Any, ...]:
 _match_rows = operator(
     "match_rows(Tensor[] ids, Tensor query_N, bool missing_ok, bool multi_threads, str what)"
     " -> Tensor",
-    reference=lambda ids, query_N, *_: reference.match_rows(torch.cat(list(ids)), query_N),
     core=_core_match,
     triton="flat_rows:match_rows",
     fake=lambda ids, query_N, *_: torch.empty_like(query_N),
@@ -128,7 +126,6 @@ _match_rows = operator(
 )
 _gather_rows = operator(
     "gather_rows(Tensor[] shards, Tensor index_N, bool multi_threads, str what) -> Tensor",
-    reference=lambda shards, index_N, *_: torch.cat(list(shards))[index_N],
     core=_core_gather,
     triton="flat_rows:gather_rows",
     fake=lambda shards, index_N, *_: shards[0].new_empty(index_N.shape[0], shards[0].shape[1]),
@@ -139,7 +136,6 @@ _gather_rows = operator(
 )
 _scatter_rows = operator(
     "scatter_rows(Tensor grad_ND, Tensor index_N, SymInt rows, str what) -> Tensor",
-    reference=lambda grad_ND, index_N, rows, _: reference.scatter_rows(grad_ND, index_N, rows),
     core=_core_scatter,
     triton="flat_rows:scatter_rows",
     fake=lambda grad_ND, index_N, rows, _: grad_ND.new_empty(rows, grad_ND.shape[1]),

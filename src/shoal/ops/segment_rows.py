@@ -11,7 +11,6 @@ from shoal._core import ops as core
 from shoal.address import address
 from shoal.ops import checks
 from shoal.ops.dispatch import by_core, fresh, operator
-from shoal.ops.reference import rows as reference
 
 
 def segment_first_n(rows_ND: Tensor, offsets_B1: Tensor, length: int) -> Tensor:
@@ -70,17 +69,6 @@ def _first_n_shape(
     return (rows, source.shape[-1]) if back else (segments, length, source.shape[-1])
 
 
-def _reference_first_n(
-    source: Tensor, offsets_B1: Tensor, length: int, rows: int, back: bool
-) -> Tensor:
-    if not back:
-        return reference.segment_first_n(source, offsets_B1, length)
-    ids_N = reference.row_ids(offsets_B1, rows)
-    steps_N = torch.arange(rows, device=ids_N.device) - offsets_B1[ids_N]
-    kept_N = steps_N < length
-    return source[ids_N, steps_N.where(kept_N, 0)].masked_fill(~kept_N.unsqueeze(1), 0)
-
-
 def _setup_first_n(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, offsets_B1, ctx.length, ctx.rows, ctx.back = inputs
     ctx.save_for_backward(offsets_B1)
@@ -95,7 +83,6 @@ def _first_n_gradient(ctx: Any, grads: Tensor) -> tuple[Any, ...]:
 _first_n = operator(
     "segment_first_n(Tensor source, Tensor offsets_B1, SymInt length, SymInt rows, bool back) "
     "-> Tensor",
-    reference=_reference_first_n,
     core=_core_first_n,
     triton="segments:first_n",
     fake=lambda source, offsets, *how: source.new_empty(
@@ -119,7 +106,6 @@ def _core_row_ids(offsets_B1: Tensor, rows: int, op: str) -> Tensor:
 
 all_row_ids = operator(
     "row_ids(Tensor offsets_B1, SymInt rows, str op) -> Tensor",
-    reference=lambda offsets, rows, op: reference.row_ids(offsets, rows),
     core=_core_row_ids,
     triton="ids:value_rowids",
     fake=lambda offsets, rows, op: offsets.new_empty(rows),

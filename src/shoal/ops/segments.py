@@ -28,7 +28,6 @@ from shoal.address import address
 from shoal.errors import ShapeError
 from shoal.ops import checks
 from shoal.ops.dispatch import by_core, fresh, one_device, operator, widened
-from shoal.ops.reference import rows as reference
 
 MODES = ("sum", "mean", "sqrtn", "l2")
 
@@ -285,13 +284,6 @@ def _core_group(
     return offsets_B1, order_M
 
 
-def _reference_group(
-    index_M: Tensor, length: int, indices_sorted: bool, op: str
-) -> tuple[Tensor, Tensor]:
-    sorted_M, order_M = torch.sort(index_M, stable=True)
-    return reference.segment_offsets(sorted_M, length), order_M[: 0 if indices_sorted else None]
-
-
 def _core_offsets(indices: list[Tensor], lengths: list[int], op: str) -> list[Tensor]:
     return [
         _core_group(index_M, length, True, checks.table_of(op, k, indices))[0]
@@ -302,7 +294,6 @@ def _core_offsets(indices: list[Tensor], lengths: list[int], op: str) -> list[Te
 # The order of a sorted index on the CPU begins with -1 and is not read.
 _group_index = operator(
     "group_index(Tensor index_M, SymInt length, bool indices_sorted, str op) -> (Tensor, Tensor)",
-    reference=_reference_group,
     core=_core_group,
     triton="segments:group_index",
     fake=lambda index, length, in_order, op: (
@@ -315,10 +306,6 @@ _group_index = operator(
 _sorted_offsets = operator(
     "sorted_offsets(Tensor[] indices, SymInt[] lengths, str op) -> Tensor[]",
     from_host=True,
-    reference=lambda indices, lengths, op: [
-        reference.segment_offsets(index, length)
-        for index, length in zip(indices, lengths, strict=True)
-    ],
     core=_core_offsets,
     triton="segments:sorted_offsets",
     fake=lambda indices, lengths, op: [
@@ -384,23 +371,6 @@ def _core_spread(grads_BD: Tensor, offsets_B1: Tensor, *rest: Any) -> Tensor:
     return out_ND.to(grads_BD.dtype)
 
 
-def _reference_reduce(values_ND: Tensor, offsets_B1: Tensor, *rest: Any) -> Tensor:
-    _, index_N, mode = rest
-    if index_N is None:
-        index_N = reference.row_ids(offsets_B1, values_ND.shape[0])
-    return reference.grouped(values_ND, index_N, offsets_B1.diff(), mode)
-
-
-def _reference_spread(grads_BD: Tensor, offsets_B1: Tensor, *rest: Any) -> Tensor:
-    _, index_N, values_ND, pooled_BD, mode, rows = rest
-    if index_N is None:
-        index_N = reference.row_ids(offsets_B1, rows)
-    if values_ND is not None and pooled_BD is not None:
-        return values_ND * _share_of(grads_BD, pooled_BD)[index_N]  # type: ignore[no-any-return]
-    over_B1 = reference.divisors(offsets_B1.diff(), mode).to(grads_BD.dtype).unsqueeze(1)
-    return (grads_BD / over_B1)[index_N]
-
-
 def _share_of(grads_BD: Tensor, pooled_BD: Tensor) -> Tensor:
     """g/y of an L2 norm y, and 0 where y is 0."""
     return (grads_BD / pooled_BD).masked_fill(pooled_BD == 0, 0)
@@ -444,7 +414,6 @@ def _check_reduce(
 segment_reduce = operator(
     "segment_reduce(Tensor values_ND, Tensor offsets_B1, Tensor? order_N, Tensor? index_N, "
     "str mode) -> Tensor",
-    reference=_reference_reduce,
     core=_core_reduce,
     triton="segments:reduce",
     fake=lambda values, offsets, *_: values.new_empty(offsets.shape[0] - 1, values.shape[1]),
@@ -455,7 +424,6 @@ segment_reduce = operator(
 segment_spread = operator(
     "segment_spread(Tensor grads_BD, Tensor offsets_B1, Tensor? order_N, Tensor? index_N, "
     "Tensor? values_ND, Tensor? pooled_BD, str mode, SymInt rows) -> Tensor",
-    reference=_reference_spread,
     core=_core_spread,
     triton="segments:spread",
     fake=lambda grads, *rest: grads.new_empty(rest[-1], grads.shape[1]),
@@ -463,17 +431,13 @@ segment_spread = operator(
 )
 
 
-def _grouped_first(group: Any, reduce: Any) -> Any:
+def _core_index_reduce(
+    values_ND: Tensor, index_N: Tensor, length: int, in_order: bool, mode: str, op: str
+) -> tuple[Tensor, Tensor, Tensor]:
     """Both as one call, so that an index costs no operator of its own."""
-
-    def run(
-        values_ND: Tensor, index_N: Tensor, length: int, in_order: bool, mode: str, op: str
-    ) -> Any:
-        offsets_B1, order_N = group(index_N, length, in_order, op)
-        order = None if in_order else order_N
-        return reduce(values_ND, offsets_B1, order, index_N, mode), offsets_B1, order_N
-
-    return run
+    offsets_B1, order_N = _core_group(index_N, length, in_order, op)
+    order = None if in_order else order_N
+    return _core_reduce(values_ND, offsets_B1, order, index_N, mode), offsets_B1, order_N
 
 
 def _setup_index_reduce(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -491,8 +455,7 @@ def _index_reduce_gradient(ctx: Any, grads_BD: Tensor, *_: Any) -> tuple[Any, ..
 _index_reduce = operator(
     "index_reduce(Tensor values_ND, Tensor index_N, SymInt length, bool indices_sorted, str mode, "
     "str op) -> (Tensor, Tensor, Tensor)",
-    reference=_grouped_first(_reference_group, _reference_reduce),
-    core=_grouped_first(_core_group, _core_reduce),
+    core=_core_index_reduce,
     triton="segments:index_reduce",
     fake=lambda values, index, length, in_order, mode, op: (
         values.new_empty(length, values.shape[1]),
@@ -542,26 +505,6 @@ def _dims(parted: Sequence[Tensor], parts: Sequence[int]) -> list[int]:
     return dims
 
 
-def _reference_sums(values: list[Tensor], offsets: list[Tensor], *how: Any) -> list[Tensor]:
-    order_N, index_N, widths, parts, _ = how
-    outs, rest = [], list(widths)
-    for rows_ND, offsets_B1, count in zip(values, offsets, parts, strict=True):
-        sums_BD = _reference_reduce(rows_ND, offsets_B1, order_N, index_N, "sum")
-        outs += [part_BD.clone() for part_BD in torch.split(sums_BD, rest[:count], dim=1)]
-        rest = rest[count:]
-    return outs
-
-
-def _reference_sums_backward(
-    grads: list[Tensor], offsets: list[Tensor], rows: list[int], parts: list[int], op: str
-) -> list[Tensor]:
-    outs, rest = [], list(grads)
-    for offsets_B1, count, number in zip(offsets, rows, parts, strict=True):
-        outs.append(torch.cat(rest[:number], dim=1)[reference.row_ids(offsets_B1, count)])
-        rest = rest[number:]
-    return outs
-
-
 def _check_sums(values: list[Tensor], offsets: list[Tensor], *rest: Any) -> None:
     if rest[1] is not None:  # an index, which was checked as it was grouped
         return
@@ -602,7 +545,6 @@ _segment_sums = operator(
     "segment_sums(Tensor[] values, Tensor[] offsets, Tensor? order_N, Tensor? index_N, "
     "SymInt[] widths, int[] parts, str op) -> Tensor[]",
     from_host=True,
-    reference=_reference_sums,
     core=_core_sums,
     triton="segments:sums",
     fake=lambda values, offsets, order, index, widths, parts, op: [
@@ -617,7 +559,6 @@ _segment_sums_backward = operator(
     "segment_sums_backward(Tensor[] grads, Tensor[] offsets, SymInt[] rows, int[] parts, "
     "str op) -> Tensor[]",
     from_host=True,
-    reference=_reference_sums_backward,
     core=_core_sums_backward,
     triton="segments:sums_backward",
     fake=lambda grads, offsets, rows, parts, op: [

@@ -13,7 +13,6 @@ from shoal.errors import DTypeError, InputError
 from shoal.ops.checks import check_ids, shape_error, value_error
 from shoal.ops.dispatch import by_core, fresh, one_device, operator
 from shoal.ops.ids import GOOD, value_rowids
-from shoal.ops.reference import ids as reference
 from shoal.ragged import Ragged
 
 _MOST_SHARDS = (1 << 31) - 1
@@ -257,7 +256,6 @@ def _moved_gradient(ctx: Any, grads_N: Tensor) -> tuple[Tensor, None, None]:
 
 _partition = operator(
     f"partition(Tensor shards_N, int num, str what='{_SHARDS}') -> (Tensor, Tensor)",
-    reference=lambda shards_N, num, what=_SHARDS: reference.partition(shards_N, num),
     core=core_partition,
     triton="ids:partition",
     fake=lambda shards_N, num, what=_SHARDS: (
@@ -270,9 +268,6 @@ _partition = operator(
 # Rows by their order, or back to where they were: each is the other's gradient.
 _move_rows = operator(
     "move_rows(Tensor rows_N, Tensor order_N, bool take) -> Tensor",
-    reference=lambda rows_N, order_N, take: (
-        reference.permute_rows if take else reference.unpermute_rows
-    )(rows_N, order_N),
     core=_core_moved,
     triton="ids:move_rows",
     fake=lambda rows_N, *_: torch.empty_like(rows_N, memory_format=torch.contiguous_format),

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import shoal.ops as ops
 from shoal.errors import DTypeError, InputError, ShapeError
-from shoal.ops.dispatch import bounds_checks, forced
-from support.backends import BACKENDS, Implementation
+from shoal.ops.dispatch import bounds_checks
+from support.backends import BACKENDS, Implementation, forced
 
 T = torch.tensor
 implementations = pytest.mark.parametrize("impl", BACKENDS)
