@@ -58,7 +58,7 @@ FusedReorder::FusedReorder(IdLists lists, std::int64_t num_shards, ShardRule rul
 // Looked for before anything is written, so that a bad one leaves the caller's offsets as they were.
 std::int64_t FusedReorder::first_bad_shard() const {
   const auto k_lists = static_cast<std::int64_t>(lists_.ids.size());
-  return first_bad({k_lists, k_lists}, threads_, [&](std::int64_t k, std::int64_t) {
+  return over_shares({k_lists, k_lists}, threads_, [&](std::int64_t k, std::int64_t, std::int64_t) {
     const auto list = static_cast<std::size_t>(k);
     for (std::int64_t i = starts_[list]; i < starts_[list + 1]; ++i) {
       if (static_cast<std::uint64_t>(shards_[i]) >= static_cast<std::uint64_t>(num_shards_)) {

@@ -85,7 +85,7 @@ std::int64_t move_rows(const char* rows, const std::int64_t* order, std::int64_t
   const Move move = take ? mover<true>(bytes) : mover<false>(bytes);
   const bool parallel = n * static_cast<std::int64_t>(bytes) >= kWorthThreads;
   const Shares shares{n, parallel ? std::min<std::int64_t>(n, threads * 4) : 1};
-  return first_bad(shares, threads, [&](std::int64_t begin, std::int64_t end) {
+  return over_shares(shares, threads, [&](std::int64_t, std::int64_t begin, std::int64_t end) {
     return move(rows, order, begin, end, n, bytes, out);
   });
 }

@@ -42,7 +42,6 @@ from shoal.ops.rows import (
     match_rows,
     scatter_rows,
 )
-from shoal.ops.segment_rows import row_ids, segment_first_n
 from shoal.ops.segments import (
     fused_reduce_and_split_gpu,
     fused_reduce_sum_and_split,
@@ -51,6 +50,8 @@ from shoal.ops.segments import (
     reduce_mean_sqrtn,
     reduce_sqrtn,
     reduce_sum,
+    row_ids,
+    segment_first_n,
     segment_l2,
     segment_mean,
     segment_offsets,

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from shoal.address import check_dense
 from shoal.errors import DTypeError, InputError, ShapeError
-from shoal.ops.dispatch import one_device
 
 
 def check_ids(op: str, name: str, tensor: Tensor, *, dims: Sequence[int] | None = (1,)) -> None:
@@ -39,7 +38,7 @@ def check_outs(op: str, like: Tensor, **outs: tuple[Tensor, Sequence[int]]) -> N
         if out.shape != shape or not out.is_contiguous():
             got = f"{tuple(out.shape)}, strides {tuple(out.stride())}"
             raise shape_error(op, f"shape of {name}", got, f"{shape}, contiguous")
-    one_device(op, input=like, **{name: out for name, (out, _) in outs.items()})
+    check_devices(op, input=like, **{name: out for name, (out, _) in outs.items()})
 
 
 def shape_error(op: str, what: str, got: object, allowed: object) -> ShapeError:
@@ -118,45 +117,26 @@ def check_devices(op: str, **tensors: Tensor | Sequence[Tensor]) -> None:
     Raises:
         InputError: there are several.
     """
-    named = {
-        name if single else f"{name}[{i}]": tensor
-        for name, entry in tensors.items()
-        for single in [isinstance(entry, Tensor)]
-        for i, tensor in enumerate([entry] if isinstance(entry, Tensor) else entry)
-    }
-    one_device(op, **named)
+    named = {name: entry for name, entry in tensors.items() if isinstance(entry, Tensor)}
+    for name, entry in tensors.items():
+        if name not in named:
+            named |= {f"{name}[{i}]": tensor for i, tensor in enumerate(entry)}
+    if len({tensor.device for tensor in named.values()}) > 1:
+        got = ", ".join(f"{name} on {tensor.device}" for name, tensor in named.items())
+        allowed = "one device for all arguments"
+        raise InputError(f"{op}: devices", got, allowed, remedy="Move them with .to().")
 
 
 def missing_id(what: str, at: int, got: int) -> InputError:
     """An id that no row has."""
-    return InputError(
-        f"{what}[{at}]",
-        got=f"id {got}",
-        allowed="an id that ids holds",
-        remedy="Look up every id of the input, or drop this one.",
-    )
+    remedy = "Look up every id of the input, or drop this one."
+    return InputError(f"{what}[{at}]", f"id {got}", "an id that ids holds", remedy)
 
 
 def bad_row_index(what: str, at: int, got: int, size: int) -> InputError:
     """An index or offset outside its range."""
-    return InputError(
-        f"{what}[{at}]",
-        got=got,
-        allowed=f"0 to {size - 1}" if size > 0 else "none: there is nothing to name",
-        remedy="Check what made the indices.",
-    )
-
-
-def check_index_values(what: str, index_N: Tensor, size: int) -> None:
-    """Require 0 <= index < size.
-
-    Raises:
-        InputError: one is outside; names the first.
-    """
-    bad_N = (index_N < 0) | (index_N >= size)
-    if bool(bad_N.any()):
-        at = int(bad_N.int().argmax())
-        raise bad_row_index(what, at, int(index_N[at]), size)
+    allowed = f"0 to {size - 1}" if size > 0 else "none: there is nothing to name"
+    return InputError(f"{what}[{at}]", got, allowed, remedy="Check what made the indices.")
 
 
 Length = int | torch.SymInt | Sequence[int]
@@ -171,7 +151,7 @@ def check_segments(op: str, rows_ND: Tensor, offsets_B1: Tensor) -> None:
     check_rows(op, "rows", rows_ND, floating=True)
     check_offsets(op, offsets_B1)
     if rows_ND.device != offsets_B1.device:
-        one_device(op, rows=rows_ND, offsets=offsets_B1)
+        check_devices(op, rows=rows_ND, offsets=offsets_B1)
 
 
 def check_offsets(op: str, offsets_B1: Tensor) -> None:
@@ -205,7 +185,7 @@ def check_grouped(op: str, indices_M1: Tensor, values_MD: Tensor) -> Tensor:
         remedy = "Give one index per value."
         raise ShapeError(f"{op}: number of indices", indices_M1.shape[0], allowed, remedy)
     if indices_M1.device != values_MD.device:
-        one_device(op, indices=indices_M1, values=values_MD)
+        check_devices(op, indices=indices_M1, values=values_MD)
     return indices_M1.reshape(-1)
 
 
@@ -361,13 +341,7 @@ def check_flat_offsets(
 
 
 def map_error(
-    fault: int,
-    at: int,
-    positions_N: Tensor,
-    offsets_V: Tensor,
-    keys: int,
-    length: int,
-    size: int,
+    fault: int, at: int, positions_N: Tensor, offsets_V: Tensor, keys: int, length: int, size: int
 ) -> InputError:
     """Words for a fault of an offset map, by the core's number."""
     op = "fill_with_offset_map"

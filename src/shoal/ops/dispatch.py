@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from shoal import _core
-from shoal.errors import DeviceUnavailable, InputError, unknown_name
+from shoal.errors import DeviceUnavailable, unknown_name
 
 # From here on memory is kept for the next output of its size: fresh pages cost more than filling
 # them.
@@ -131,8 +132,7 @@ def operator(
 
     def run(default: Backend, checked: bool, args: Sequence[Any]) -> Any:
         chosen = _FORCED.get() or default
-        given = isinstance(chosen, Mapping)
-        work = chosen.get(name, table[default]) if given else table[chosen]
+        work = chosen.get(name, table[default]) if isinstance(chosen, Mapping) else table[chosen]
         if checked and check is not None and work is not core:
             check(*args)
         return work(*args)
@@ -142,7 +142,8 @@ def operator(
 
     def on_cuda(*args: Any) -> Any:
         if _FORCED.get() == "core":
-            raise _core_on_cuda(name)
+            what, remedy = f"{name}: backend 'core'", "Move them with .cpu(), or do not force it."
+            raise DeviceUnavailable(what, "CUDA tensors", "CPU tensors", remedy)
         # Triton launches on the current device, whatever device its arguments lie on.
         device = _cuda_device(args)
         if device is None or device.index == torch.cuda.current_device():
@@ -212,38 +213,20 @@ def _cuda_device(args: Iterable[Any]) -> torch.device | None:
     return None
 
 
-def _core_on_cuda(name: str) -> DeviceUnavailable:
-    return DeviceUnavailable(
-        f"{name}: backend 'core'",
-        got="CUDA tensors",
-        allowed="CPU tensors",
-        remedy="Move them with .cpu(), or do not force this backend.",
-    )
-
-
 def _lazy(target: str) -> Implementation:
     module, function = target.split(":")
-    loaded: list[Implementation] = []
 
-    def call(*args: Any) -> Any:
-        if not loaded:
-            loaded.append(getattr(_kernels(module), function))
-        return loaded[0](*args)
+    @functools.cache
+    def loaded() -> Any:
+        try:
+            importlib.import_module("triton")
+        except ImportError as error:
+            allowed = "the version that matches torch"
+            remedy = "Install torch with CUDA, which brings Triton, or use CPU tensors."
+            raise DeviceUnavailable("Triton", "not installed", allowed, remedy) from error
+        return getattr(importlib.import_module(f"shoal.kernels.{module}"), function)
 
-    return call
-
-
-def _kernels(module: str) -> Any:
-    try:
-        importlib.import_module("triton")
-    except ImportError as error:
-        raise DeviceUnavailable(
-            "Triton",
-            got="not installed",
-            allowed="the version that matches torch",
-            remedy="Install torch with CUDA, which brings Triton, or use CPU tensors.",
-        ) from error
-    return importlib.import_module(f"shoal.kernels.{module}")
+    return lambda *args: loaded()(*args)
 
 
 def by_core(core: Implementation) -> Implementation:
@@ -255,20 +238,3 @@ def by_core(core: Implementation) -> Implementation:
         return value.cpu() if isinstance(value, Tensor) else value
 
     return lambda *args: core(*map(on_host, args))
-
-
-def one_device(op: str, **tensors: Tensor) -> torch.device:
-    """The device all arguments share.
-
-    Raises:
-        InputError: they lie on several devices.
-    """
-    device = next(iter(tensors.values())).device
-    if any(tensor.device != device for tensor in tensors.values()):
-        raise InputError(
-            f"{op}: devices",
-            got=", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items()),
-            allowed="one device for all arguments",
-            remedy="Move them with .to().",
-        )
-    return device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -347,16 +348,10 @@ def fill_with_offset_map(
     if splits_U1.shape[0] < 1:
         raise ShapeError(f"{op}: value_offset splits", "[0]", "[U+1]", "Splits start with a 0.")
     if not value_buffer.is_contiguous():
-        raise ShapeError(
-            f"{op}: value_buffer", "strides", "contiguous", "Make it with torch.empty."
-        )
-    check_devices(
-        op,
-        pos=pos.values,
-        value=value,
-        value_offset=[offsets_V, splits_U1],
-        value_buffer=value_buffer,
-    )
+        remedy = "Make it with torch.empty."
+        raise ShapeError(f"{op}: value_buffer", "strides", "contiguous", remedy)
+    offset = [offsets_V, splits_U1]
+    check_devices(op, pos=pos.values, value=value, value_offset=offset, value_buffer=value_buffer)
     fill_offsets(value_buffer, value, pos.values, pos.offsets_B1, offsets_V, splits_U1, dims)
     return value_buffer
 
@@ -386,9 +381,7 @@ def finalize_shared_tensor(
     if buffer_E.dtype != dtype:
         remedy = "Make the buffer in the dtype you want."
         raise DTypeError(f"{op}: dtype", got=buffer_E.dtype, allowed=dtype, remedy=remedy)
-    known = 1
-    for length in shape:
-        known *= length if length >= 0 else 1
+    known = math.prod([length for length in shape if length >= 0])
     free = sum(length < 0 for length in shape)
     fits = known == buffer_E.numel() if free == 0 else known > 0 and buffer_E.numel() % known == 0
     if free > 1 or not fits:

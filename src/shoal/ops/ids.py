@@ -11,12 +11,15 @@ from torch import Tensor
 from shoal._core import ops as core
 from shoal.address import address
 from shoal.errors import ShapeError
-from shoal.ops.checks import check_ids, check_outs, shape_error
-from shoal.ops.dispatch import by_core, fresh, one_device, operator
-from shoal.ops.segment_rows import all_row_ids
+from shoal.ops.checks import check_devices, check_ids, check_outs, shape_error
+from shoal.ops.dispatch import by_core, fresh, operator
+from shoal.ops.segments import all_row_ids
 from shoal.ragged import Ragged
 
 GOOD = -1  # what the core returns when it found nothing wrong
+
+# Row numbers by identity of their offsets, and what state these were in; gone with the offsets.
+_kept_rowids: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...], Tensor]] = {}
 
 
 class Dedup(NamedTuple):
@@ -75,7 +78,7 @@ def dedup_into(
         inverse_out_N=(inverse_out_N, ids_N.shape),
         size_out_1=(size_out_1, (1,)),
     )
-    _dedup_into(ids_N, ids_out_N, counts_out_N, inverse_out_N, size_out_1)
+    dedup_heads(ids_N, ids_out_N, counts_out_N, inverse_out_N, size_out_1)
 
 
 def fused_value_rowids(ragged: Ragged) -> Tensor:
@@ -96,7 +99,17 @@ def fused_value_rowids(ragged: Ragged) -> Tensor:
 
 def value_rowids(op: str, ragged: Ragged) -> Tensor:
     """`fused_value_rowids` for an operation whose errors name it."""
-    return _rowids_cache.of(op, ragged.offsets_B1, ragged.values.numel())
+    offsets_B1, n = ragged.offsets_B1, ragged.values.numel()
+    if not _may_keep(offsets_B1):
+        return all_row_ids(offsets_B1, n, op)  # type: ignore[no-any-return]
+    key, state = id(offsets_B1), (offsets_B1._version, _stream_of(offsets_B1), n)
+    kept = _kept_rowids.get(key)
+    if kept and kept[0]() is offsets_B1 and kept[1] == state and kept[2]._version == 0:
+        return kept[2]
+    rowids_N: Tensor = all_row_ids(offsets_B1, n, op)
+    gone = weakref.ref(offsets_B1, lambda _: _kept_rowids.pop(key, None))
+    _kept_rowids[key] = gone, state, rowids_N
+    return rowids_N
 
 
 def normalize_merged_split(row_splits_T: Tensor, sizes_P: Tensor) -> Tensor:
@@ -115,34 +128,11 @@ def normalize_merged_split(row_splits_T: Tensor, sizes_P: Tensor) -> Tensor:
     op = "normalize_merged_split"
     check_ids(op, "row_splits_T", row_splits_T)
     check_ids(op, "sizes_P", sizes_P)
-    one_device(op, row_splits_T=row_splits_T, sizes_P=sizes_P)
+    check_devices(op, row_splits_T=row_splits_T, sizes_P=sizes_P)
     if not 1 <= sizes_P.numel() <= row_splits_T.numel():
         got = f"{row_splits_T.numel()} splits in {sizes_P.numel()} parts"
         raise shape_error(op, "lengths", got, "1 or more parts of 1 or more splits")
     return _normalize_merged_split(row_splits_T, sizes_P)  # type: ignore[no-any-return]
-
-
-class _RowidsCache:
-    """Row numbers by identity of the offsets tensor; an entry dies with its tensor."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, tuple[weakref.ref[Tensor], int, int, Tensor]] = {}
-
-    def of(self, op: str, offsets_B1: Tensor, n: int) -> Tensor:
-        if not _may_keep(offsets_B1):
-            return all_row_ids(offsets_B1, n, op)  # type: ignore[no-any-return]
-        key, stream = id(offsets_B1), _stream_of(offsets_B1)
-        kept = self._kept.get(key)
-        if kept is not None:
-            ref, version, kept_stream, kept_N = kept
-            unwritten = version == offsets_B1._version and kept_N._version == 0
-            same = ref() is offsets_B1 and kept_stream == stream and kept_N.numel() == n
-            if same and unwritten:
-                return kept_N
-        rowids_N: Tensor = all_row_ids(offsets_B1, n, op)
-        gone = weakref.ref(offsets_B1, lambda _: self._kept.pop(key, None))
-        self._kept[key] = (gone, offsets_B1._version, stream, rowids_N)
-        return rowids_N
 
 
 def _may_keep(offsets_B1: Tensor) -> bool:
@@ -189,7 +179,7 @@ _dedup = operator(
     fake=_fake_dedup,
 )
 
-_dedup_into = operator(
+dedup_heads = operator(
     "dedup_into(Tensor ids_N, Tensor(a!) ids_out_N, Tensor(b!) counts_out_N, "
     "Tensor(c!) inverse_out_N, Tensor(d!) size_out_1) -> ()",
     core=_core_dedup_into,
@@ -227,5 +217,3 @@ _normalize_merged_split = operator(
     fake=lambda splits_T, sizes_P: splits_T.new_empty(splits_T.numel() + 1 - sizes_P.numel()),
     check=by_core(_core_normalize_merged_split),
 )
-
-_rowids_cache = _RowidsCache()

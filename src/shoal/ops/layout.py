@@ -14,7 +14,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from shoal import _core
+from shoal._core import ops as core
 from shoal.address import address, check_dense, fresh_address
 from shoal.errors import DTypeError, InputError, ShapeError, unknown_name
 from shoal.lookup import ALONE, BY_ROW, LayoutCall
@@ -57,10 +57,8 @@ def fused_embedding_to_layout(
     Gradient: to the buffers: `fused_embedding_to_layout_grad`.
     Monolith: `fused_embedding_to_layout`.
     """
-    outputs: list[Tensor] = layout_forward(
-        *forward_arguments(embeddings_list, offsets, feature_cfgs)
-    )
-    return outputs
+    arguments = forward_arguments(embeddings_list, offsets, feature_cfgs)
+    return layout_forward(*arguments)  # type: ignore[no-any-return]
 
 
 def fused_embedding_to_layout_grad(
@@ -93,11 +91,9 @@ def fused_embedding_to_layout_grad(
     Gradient: to layout_tensors_grad.
     Monolith: `fused_embedding_to_layout_grad`.
     """
-    grads: list[Tensor] = layout_backward(
-        *gradient_arguments(
-            layout_tensors_grad, embeddings_list, offsets, feature_cfgs, layout_tensors_grad_scale
-        )
-    )
+    forward = embeddings_list, offsets, feature_cfgs
+    arguments = gradient_arguments(layout_tensors_grad, *forward, layout_tensors_grad_scale)
+    grads: list[Tensor] = layout_backward(*arguments)
     return [grad.view(rows.shape) for grad, rows in zip(grads, embeddings_list, strict=True)]
 
 
@@ -237,65 +233,45 @@ def _output_shapes(batch_sizes: Sequence[int], shapes: Sequence[int]) -> list[li
 
 
 def _core_forward(buffers: list[Tensor], *call: Any) -> list[Tensor]:
-    given = LayoutCall(*call)
+    given, dtype = LayoutCall(*call), buffers[0].dtype
     sources = [buffer.contiguous() for buffer in buffers]
-    like = sources[0]
-    outputs = [
-        torch.empty(shape, dtype=like.dtype, device="cpu")
-        for shape in _output_shapes(given.batch_sizes, given.shapes)
-    ]
-    read = [tensor.contiguous() for tensor in given[:6]]
-    good = _core.layout_forward(
-        [address(source) for source in sources],
-        [source.numel() for source in sources],
-        [address(tensor) for tensor in read],
-        _sizes(given),
-        given.batch_sizes,
-        [fresh_address(output) for output in outputs],
-        like.dtype == torch.float64,
-        torch.get_num_threads(),
-    )
-    if not good:
-        check_layout(buffers, *call)
-        raise _unexplained()
+    shapes = _output_shapes(given.batch_sizes, given.shapes)
+    outputs = [torch.empty(shape, dtype=dtype, device="cpu") for shape in shapes]
+    begins, floats = [address(part) for part in sources], [part.numel() for part in sources]
+    ends = begins, floats, [fresh_address(output) for output in outputs]
+    _run_core(core.layout_forward, ends, buffers, given, dtype)
     return outputs
 
 
 def _core_backward(
     grads: list[Tensor], scale: Tensor | None, sizes: list[int], *call: Any
 ) -> list[Tensor]:
-    given = LayoutCall(*call)
+    given, dtype = LayoutCall(*call), grads[0].dtype
     sources = [grad.contiguous() for grad in grads]
-    dtype = sources[0].dtype
     buffers = [torch.empty(size, dtype=dtype, device="cpu") for size in sizes]
-    read = [tensor.contiguous() for tensor in given[:6]]
-    good = _core.layout_backward(
-        [address(source) if source.numel() else 0 for source in sources],
-        1.0 if scale is None else float(scale),
-        [fresh_address(buffer) for buffer in buffers],
-        sizes,
-        [address(tensor) for tensor in read],
-        _sizes(given),
-        given.batch_sizes,
-        dtype == torch.float64,
-        torch.get_num_threads(),
-    )
-    if not good:
-        check_layout(sizes, *call)
-        raise _unexplained()
+    begins = [address(source) if source.numel() else 0 for source in sources]
+    factor = 1.0 if scale is None else float(scale)
+    ends = begins, factor, [fresh_address(buffer) for buffer in buffers], sizes
+    _run_core(core.layout_backward, ends, sizes, given, dtype)
     return buffers
 
 
-def _sizes(given: LayoutCall) -> list[int]:
-    """Numbers of ids, cells, features, slices and floats of slices, as the core takes them."""
+def _run_core(
+    run: Any,
+    ends: tuple[Any, ...],
+    buffers: Sequence[Tensor] | Sequence[int],
+    given: LayoutCall,
+    dtype: torch.dtype,
+) -> None:
+    """Lay rows out, or back, between these ends."""
+    read = [tensor.contiguous() for tensor in given[:6]]
     ids, cells = given.rows_N.shape[0], given.cell_splits.shape[0] - 1
-    return [ids, cells, given.features.shape[0], given.slices.shape[0], given.limits[1]]
-
-
-def _unexplained() -> InputError:
-    return InputError(
-        f"{_OP}: offsets", "values out of range", allowed="ids' rows", remedy="Create them again."
-    )
+    sizes = [ids, cells, given.features.shape[0], given.slices.shape[0], given.limits[1]]
+    call = [address(tensor) for tensor in read], sizes, given.batch_sizes
+    if not run(*ends, *call, dtype == torch.float64, torch.get_num_threads()):
+        check_layout(buffers, *given)
+        what, got = f"{_OP}: offsets", "values out of range"
+        raise InputError(what, got, allowed="ids' rows", remedy="Create them again.")
 
 
 def _fake_forward(buffers: list[Tensor], *rest: Any) -> list[Tensor]:

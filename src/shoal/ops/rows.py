@@ -16,7 +16,6 @@ from shoal.ops.checks import (
     check_devices,
     check_floating,
     check_ids,
-    check_index_values,
     check_lists,
     check_rows,
     check_same_dtype,
@@ -32,6 +31,10 @@ class GatheredRows(NamedTuple):
     index_mapping: Tensor
 
 
+def _threads(several: bool) -> int:
+    return torch.get_num_threads() if several else 1
+
+
 def _core_match(
     ids: Sequence[Tensor], query_N: Tensor, missing_ok: bool, multi_threads: bool, what: str
 ) -> Tensor:
@@ -42,14 +45,8 @@ def _core_match(
         torch.cat(list(ids), out=ids_M)
     query_N = query_N.contiguous()
     index_N = fresh(query_N.numel(), dtype=torch.int64)
-    missing = core.match_rows(
-        address(ids_M),
-        ids_M.numel(),
-        address(query_N),
-        query_N.numel(),
-        address(index_N),
-        torch.get_num_threads() if multi_threads else 1,
-    )
+    pairs = address(ids_M), ids_M.numel(), address(query_N), query_N.numel()
+    missing = core.match_rows(*pairs, address(index_N), _threads(multi_threads))
     if missing >= 0 and not missing_ok:
         raise missing_id(what, missing, int(query_N[missing]))
     return index_N
@@ -62,18 +59,17 @@ def _core_gather(
     dtype, width = shards[0].dtype, shards[0].shape[1]
     out_ND = fresh(index_N.numel(), width, dtype=dtype)
     counts = [rows.shape[0] for rows in shards]
-    bad = core.gather_rows(
-        [address(rows) for rows in shards],
-        counts,
-        width * dtype.itemsize,
-        address(index_N),
-        index_N.numel(),
-        address(out_ND),
-        torch.get_num_threads() if multi_threads else 1,
-    )
+    arrays = [address(rows) for rows in shards], counts, width * dtype.itemsize
+    places = address(index_N), index_N.numel(), address(out_ND)
+    bad = core.gather_rows(*arrays, *places, _threads(multi_threads))
     if bad >= 0:
         raise bad_row_index(what, bad, int(index_N[bad]), sum(counts))
     return out_ND
+
+
+def _check_index(index_N: Tensor, rows: int, what: str) -> None:
+    """By the core, as of rows without columns."""
+    _core_gather([torch.empty(rows, 0, device="cpu")], index_N.cpu(), True, what)
 
 
 def _core_scatter(grad_ND: Tensor, index_N: Tensor, rows: int, what: str) -> Tensor:
@@ -129,8 +125,8 @@ _gather_rows = operator(
     core=_core_gather,
     triton="flat_rows:gather_rows",
     fake=lambda shards, index_N, *_: shards[0].new_empty(index_N.shape[0], shards[0].shape[1]),
-    check=lambda shards, index_N, _, what: check_index_values(
-        what, index_N, sum(rows.shape[0] for rows in shards)
+    check=lambda shards, index_N, _, what: _check_index(
+        index_N, sum(rows.shape[0] for rows in shards), what
     ),
     gradient=(_gather_backward, _setup_gather),
 )
@@ -139,7 +135,7 @@ _scatter_rows = operator(
     core=_core_scatter,
     triton="flat_rows:scatter_rows",
     fake=lambda grad_ND, index_N, rows, _: grad_ND.new_empty(rows, grad_ND.shape[1]),
-    check=lambda grad_ND, index_N, rows, what: check_index_values(what, index_N, rows),
+    check=lambda grad_ND, index_N, rows, what: _check_index(index_N, rows, what),
     gradient=(_scatter_backward, _setup_scatter),
 )
 
@@ -223,16 +219,7 @@ def map_id_to_embedding(
     """
     op = "map_id_to_embedding"
     check_lists(op, least=1, ids=ids, embeddings=embeddings)
-    _check_id_lists(op, ids, input)
-    shards = list(embeddings)
-    _check_shards(op, "embeddings", shards)
-    for s, (ids_M, rows_MD) in enumerate(zip(ids, shards, strict=True)):
-        if ids_M.shape[0] != rows_MD.shape[0]:
-            got, allowed = rows_MD.shape[0], f"{ids_M.shape[0]}, as many as ids[{s}]"
-            raise ShapeError(f"{op}: rows of embeddings[{s}]", got, allowed, "Give one row per id.")
-    check_devices(op, ids=ids, embeddings=shards, input=input)
-    index = _matched(ids, input, f"{op}: input", False, use_multi_threads)
-    return _gathered(shards, index, f"{op}: input", use_multi_threads)
+    return _looked_up(op, ids, list(embeddings), input, use_multi_threads)[0]
 
 
 def map_id_to_embedding_gradient_back_prop(
@@ -276,15 +263,7 @@ def gather_embeddings_by_input(
     Monolith: `gather_embeddings_by_input` (its index_mapping is int32).
     """
     op = "gather_embeddings_by_input"
-    _check_id_lists(op, [ids], input)
-    _check_shards(op, "embeddings", [embeddings])
-    if ids.shape[0] != embeddings.shape[0]:
-        got, allowed = embeddings.shape[0], f"{ids.shape[0]}, as many as ids"
-        raise ShapeError(f"{op}: rows of embeddings", got, allowed, "Give one row per id.")
-    check_devices(op, ids=ids, embeddings=embeddings, input=input)
-    index = _matched([ids], input, f"{op}: input", False, use_multi_threads)
-    rows = _gathered([embeddings], index, f"{op}: input", use_multi_threads)
-    return GatheredRows(rows, index)
+    return GatheredRows(*_looked_up(op, [ids], [embeddings], input, use_multi_threads))
 
 
 def gather_embeddings_by_ids_gradient_back_prop(
@@ -307,6 +286,22 @@ def gather_embeddings_by_ids_gradient_back_prop(
     _check_grad(op, grads, index_mapping)
     check_devices(op, ids=ids, grads=grads, index_mapping=index_mapping)
     return _scattered(grads, index_mapping, ids.shape[0], f"{op}: index_mapping")
+
+
+def _looked_up(
+    op: str, ids: Sequence[Tensor], shards: list[Tensor], input: Tensor, many: bool
+) -> tuple[Tensor, Tensor]:
+    """The row of each id, and which it is."""
+    _check_id_lists(op, ids, input)
+    _check_shards(op, "embeddings", shards)
+    for s, (ids_M, rows_MD) in enumerate(zip(ids, shards, strict=True)):
+        if ids_M.shape[0] != rows_MD.shape[0]:
+            at = f"[{s}]" if len(ids) > 1 else ""
+            got, allowed = rows_MD.shape[0], f"{ids_M.shape[0]}, as many as ids{at}"
+            raise ShapeError(f"{op}: rows of embeddings{at}", got, allowed, "Give one row per id.")
+    check_devices(op, ids=ids, embeddings=shards, input=input)
+    index = _matched(ids, input, f"{op}: input", False, many)
+    return _gathered(shards, index, f"{op}: input", many), index
 
 
 def _matched(

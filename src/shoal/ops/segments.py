@@ -1,4 +1,4 @@
-"""Segments of rows, by offsets or by index, of one table or many: sums, means and norms.
+"""Segments of rows, by offsets or by index, of one table or many: sums, means, norms, first rows.
 
 Segment b is rows `offsets_B1[b]:offsets_B1[b+1]`, of the rows as they lie or of an order of them.
 An index (the segment of each row, in any order) is made offsets and an order first. On the CPU a
@@ -27,7 +27,7 @@ from shoal._core import ops as core
 from shoal.address import address
 from shoal.errors import ShapeError
 from shoal.ops import checks
-from shoal.ops.dispatch import by_core, fresh, one_device, operator, widened
+from shoal.ops.dispatch import by_core, fresh, operator, widened
 
 MODES = ("sum", "mean", "sqrtn", "l2")
 
@@ -80,6 +80,36 @@ def segment_l2(rows_ND: Tensor, offsets_B1: Tensor) -> Tensor:
         ShapeError, DTypeError, InputError: as `segment_sum`.
     """
     return _reduced("l2", rows_ND, offsets_B1)
+
+
+def segment_first_n(rows_ND: Tensor, offsets_B1: Tensor, length: int) -> Tensor:
+    """First `length` rows of each segment, zero padded.
+
+    rows_ND floating [N, D], offsets_B1 int64 [B+1] -> [B, length, D]. Gradient: a row that was
+    kept gets its own, the others zeros.
+
+    Raises:
+        ShapeError: as `segment_sum`, or length below 1.
+        DTypeError, InputError: as `segment_sum`.
+    """
+    checks.check_segments("segment_first_n", rows_ND, offsets_B1)
+    checks.check_length("segment_first_n", length, least=1)
+    return _first_n(rows_ND, offsets_B1, length, rows_ND.shape[0], False)  # type: ignore[no-any-return]
+
+
+def row_ids(offsets_B1: Tensor, rows: int | None = None) -> Tensor:
+    """Segment of each row: offsets [0, 2, 2, 3] give [0, 0, 2].
+
+    offsets_B1 int64 [B+1] -> int64 [N], no gradient. `rows` is N; without it the host reads the
+    last offset, which waits for a CUDA device.
+
+    Raises:
+        ShapeError: offsets not [B+1], or they do not rise from 0 to N.
+        DTypeError: offsets not int64.
+    """
+    checks.check_offsets("row_ids", offsets_B1)
+    count = max(int(offsets_B1[-1]), 0) if rows is None else rows
+    return all_row_ids(offsets_B1, count, "row_ids")  # type: ignore[no-any-return]
 
 
 def reduce_sum(
@@ -171,7 +201,8 @@ def fused_sorted_segment_sum(
             raise ShapeError(
                 f"{op}: shape {k}", got=tuple(shape), allowed=allowed, remedy="Keep the columns."
             )
-    _check_alike(op, values)
+    checks.check_same_dtype(op, "tables", values)
+    checks.check_devices(op, tables=values)
     offsets = _sorted_offsets(index, [shape[0] for shape in shapes], op)
     widths = [rows_MD.shape[1] for rows_MD in values]
     parts = [1] * len(widths)
@@ -228,7 +259,8 @@ def fused_reduce_and_split_gpu(
     for offsets_B1, rows_ND, widths in zip(splits, embeddings, slice_dims, strict=True):
         checks.check_segments(op, rows_ND, offsets_B1)
         checks.check_widths(op, widths, rows_ND.shape[1])
-    _check_alike(op, embeddings)
+    checks.check_same_dtype(op, "tables", embeddings)
+    checks.check_devices(op, tables=embeddings)
     flat = [width for widths in slice_dims for width in widths]
     parts = [len(widths) for widths in slice_dims]
     return list(_segment_sums(list(embeddings), list(splits), None, None, flat, parts, op))
@@ -260,25 +292,14 @@ def _grouped(
     return offsets_B1, None if indices_sorted else order_M
 
 
-def _check_alike(op: str, values: Sequence[Tensor]) -> None:
-    checks.check_same_dtype(op, "tables", values)
-    if len({rows_ND.device for rows_ND in values}) > 1:
-        one_device(op, **{f"table {k}": rows_ND for k, rows_ND in enumerate(values)})
-
-
 def _core_group(
     index_M: Tensor, length: int, indices_sorted: bool, op: str
 ) -> tuple[Tensor, Tensor]:
     index_M, offsets_B1 = index_M.contiguous(), fresh(length + 1, dtype=torch.int64)
     order_M = fresh(0 if indices_sorted else index_M.shape[0], dtype=torch.int64)
-    bad = core.group_index(
-        address(index_M),
-        address(offsets_B1),
-        0 if indices_sorted else address(order_M),
-        index_M.shape[0],
-        length,
-        torch.get_num_threads(),
-    )
+    order = 0 if indices_sorted else address(order_M)
+    sizes, threads = (index_M.shape[0], length), torch.get_num_threads()
+    bad = core.group_index(address(index_M), address(offsets_B1), order, *sizes, threads)
     if bad >= 0:
         raise checks.bad_segment_index(op, index_M, length, bad)
     return offsets_B1, order_M
@@ -565,4 +586,66 @@ _segment_sums_backward = operator(
         grads[0].new_empty(count, dim) for count, dim in zip(rows, _dims(grads, parts), strict=True)
     ],
     gradient=(_sums_second_gradient, _setup_sums_backward),
+)
+
+
+def _core_first_n(source: Tensor, offsets_B1: Tensor, length: int, rows: int, back: bool) -> Tensor:
+    source, offsets_B1 = source.contiguous(), offsets_B1.contiguous()
+    segments = offsets_B1.shape[0] - 1
+    out = fresh(*_first_n_shape(source, segments, length, rows, back), dtype=source.dtype)
+    places = address(source), address(offsets_B1), address(out)
+    sizes = segments, rows, length, out.shape[-1] * out.element_size()
+    bad = core.first_n(*places, *sizes, back, torch.get_num_threads())
+    if bad >= 0:
+        raise checks.bad_offset("segment_first_n", offsets_B1, rows, bad)
+    return out
+
+
+def _first_n_shape(
+    source: Tensor, segments: int, length: int, rows: int, back: bool
+) -> tuple[int, ...]:
+    return (rows, source.shape[-1]) if back else (segments, length, source.shape[-1])
+
+
+def _setup_first_n(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, offsets_B1, ctx.length, ctx.rows, ctx.back = inputs
+    ctx.save_for_backward(offsets_B1)
+
+
+def _first_n_gradient(ctx: Any, grads: Tensor) -> tuple[Any, ...]:
+    turned = _first_n(grads, *ctx.saved_tensors, ctx.length, ctx.rows, not ctx.back)
+    return turned, None, None, None, None
+
+
+# From rows [N, D] to [B, length, D] and back: each is the other's gradient.
+_first_n = operator(
+    "segment_first_n(Tensor source, Tensor offsets_B1, SymInt length, SymInt rows, bool back) "
+    "-> Tensor",
+    core=_core_first_n,
+    triton="segments:first_n",
+    fake=lambda source, offsets, *how: source.new_empty(
+        _first_n_shape(source, offsets.shape[0] - 1, *how)
+    ),
+    check=lambda source, offsets, length, rows, back: checks.read_offsets(
+        "segment_first_n", offsets, rows
+    ),
+    gradient=(_first_n_gradient, _setup_first_n),
+)
+
+
+def _core_row_ids(offsets_B1: Tensor, rows: int, op: str) -> Tensor:
+    offsets_B1, ids_N = offsets_B1.contiguous(), fresh(max(rows, 0), dtype=torch.int64)
+    segments, threads = offsets_B1.shape[0] - 1, torch.get_num_threads()
+    bad = core.row_ids(address(offsets_B1), address(ids_N), segments, rows, threads)
+    if bad >= 0:
+        raise checks.bad_offset(op, offsets_B1, rows, bad)
+    return ids_N
+
+
+all_row_ids = operator(
+    "row_ids(Tensor offsets_B1, SymInt rows, str op) -> Tensor",
+    core=_core_row_ids,
+    triton="ids:value_rowids",
+    fake=lambda offsets, rows, op: offsets.new_empty(rows),
+    check=by_core(_core_row_ids),
 )
