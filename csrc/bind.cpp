@@ -350,7 +350,7 @@ NB_MODULE(_core, m) {
   bind_ids_ops(ops);
   bind_rows_ops(ops);
   bind_segment_ops(ops);
-  bind_layout_ops(m);
+  bind_layout_ops(ops);
   bind_shared_memory(m);
   m.def("ordered_by_hash",
         [](Address ids, std::int64_t n, std::uint64_t salt) {

@@ -2,8 +2,9 @@
 
 #include "bind.h"
 #include "ops_ids.h"
-#include "ops_reorder.h"
+#include "ops_ids_by_shard.h"
 #include "ops_sparse_fids.h"
+#include "ops_splits.h"
 #include "text_ids.h"
 
 namespace nb = nanobind;
@@ -28,12 +29,12 @@ struct FidSplit {
   FidPlan plan;
 };
 
-std::unique_ptr<FidSplit> fid_split(Address ids, Address splits, std::int64_t n,
-                                    std::int64_t n_features, std::int64_t n_shards, bool floored,
-                                    const Addresses& addresses, std::int64_t n_tables) {
+std::unique_ptr<FidSplit> fid_split(Address ids, Address splits, std::int64_t n_features,
+                                    std::int64_t n_shards, int rule, const Addresses& addresses,
+                                    std::int64_t n_tables) {
   const auto at = all_at<std::int64_t>(addresses);
   return std::make_unique<FidSplit>(FidSplit{
-      {out_at(ids), out_at(splits), n, n_features, n_shards, floored},
+      {out_at(ids), out_at(splits), n_features, n_shards, static_cast<ShardRule>(rule)},
       {at[0], at[1], n_tables, at[2], at[3], at[4], at[5], at[6]}});
 }
 
@@ -61,7 +62,7 @@ void bind_ids_ops(nb::module_& m) {
       .def(nb::new_(&fid_split))
       .def("count",
            [](const FidSplit& s, bool unique, Address places, Address buffers, int threads) {
-             return count_fids(s.batch, s.plan, unique, out_at(places),
+             count_fids(s.batch, s.plan, unique, out_at(places),
                                at<std::int32_t>(buffers), threads);
            },
            Release())

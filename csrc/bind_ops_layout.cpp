@@ -4,7 +4,6 @@
 #include "ops_layout.h"
 
 namespace nb = nanobind;
-using namespace nb::literals;
 
 namespace shoal {
 namespace {
@@ -25,32 +24,26 @@ struct LayoutCall {
 }  // namespace
 
 void bind_layout_ops(nb::module_& m) {
-  m.def(
-      "layout_forward",
-      [](const Addresses& buffers, const Sizes& floats, const Addresses& from, const Sizes& sizes,
-         const Sizes& batch_sizes, const Addresses& outputs, bool wide, int threads) {
-        const LayoutCall call(from, sizes, batch_sizes);
-        const LayoutBuffers all{all_at<void>(buffers), floats};
-        const auto targets = all_at<void>(outputs);
-        return wide ? layout_forward<double>(call.plan, call.index, all, targets, threads)
-                    : layout_forward<float>(call.plan, call.index, all, targets, threads);
-      },
-      "buffers"_a, "floats"_a, "call"_a, "sizes"_a, "batch_sizes"_a, "outputs"_a, "wide"_a,
-      "threads"_a, Release());
-  m.def(
-      "layout_backward",
-      [](const Addresses& grads, double scale, const Addresses& buffers, const Sizes& floats,
-         const Addresses& from, const Sizes& sizes, const Sizes& batch_sizes, bool wide,
-         int threads) {
-        const LayoutCall call(from, sizes, batch_sizes);
-        const LayoutBuffers all{all_at<void>(buffers), floats};
-        const auto sources = all_at<void>(grads);
-        return wide ? layout_backward<double>(call.plan, call.index, sources, scale, all, threads)
-                    : layout_backward<float>(call.plan, call.index, sources,
-                                             static_cast<float>(scale), all, threads);
-      },
-      "grads"_a, "scale"_a, "buffers"_a, "floats"_a, "call"_a, "sizes"_a, "batch_sizes"_a, "wide"_a,
-      "threads"_a, Release());
+  m.def("layout_forward",
+        [](const Addresses& buffers, const Sizes& floats, const Addresses& outputs,
+           const Addresses& from, const Sizes& sizes, const Sizes& batch_sizes, bool wide,
+           int threads) {
+          const LayoutCall call(from, sizes, batch_sizes);
+          const LayoutBuffers all{all_at<void>(buffers), floats};
+          const auto run = wide ? layout_forward<double> : layout_forward<float>;
+          return run(call.plan, call.index, all, all_at<void>(outputs), threads);
+        },
+        Release());
+  m.def("layout_backward",
+        [](const Addresses& grads, double scale, const Addresses& buffers, const Sizes& floats,
+           const Addresses& from, const Sizes& sizes, const Sizes& batch_sizes, bool wide,
+           int threads) {
+          const LayoutCall call(from, sizes, batch_sizes);
+          const LayoutBuffers all{all_at<void>(buffers), floats};
+          const auto run = wide ? layout_backward<double> : layout_backward<float>;
+          return run(call.plan, call.index, all_at<void>(grads), scale, all, threads);
+        },
+        Release());
 }
 
 }  // namespace shoal

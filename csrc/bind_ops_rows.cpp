@@ -18,8 +18,7 @@ Sizes splits_of(const Sizes& counts) {
 std::int64_t gather(const Addresses& arrays, const Sizes& counts, std::size_t row_bytes,
                     Address index, std::int64_t n, Address out, int threads) {
   const RowArrays rows{all_at<const char>(arrays), splits_of(counts), row_bytes};
-  return gather_rows(rows, at<const std::int64_t>(index), n, at<char>(out),
-                     threads);
+  return gather_rows(rows, at<const std::int64_t>(index), n, at<char>(out), threads);
 }
 
 template <class Row>
@@ -44,7 +43,8 @@ std::int64_t flat_scatter(const Addresses& rows, const Addresses& offsets, const
                       at<T>(flat), threads);
 }
 
-// run(map) if the map fits its value and its buffer; the fault and its place.
+// run(map) if the map fits its value and its buffer; the fault and its place. A map is four tensors
+// (positions, splits, offsets, offset splits) and the widths of its tables.
 template <class Run>
 std::pair<int, std::int64_t> with_map(const Addresses& map_at, const Sizes& map_sizes,
                                       const Sizes& dims, std::int64_t length, std::int64_t size,
@@ -61,21 +61,25 @@ std::pair<int, std::int64_t> with_map(const Addresses& map_at, const Sizes& map_
   return {static_cast<int>(check.fault), check.at};
 }
 
-// A map is four tensors: positions, splits, offsets, offset splits.
+std::pair<int, std::int64_t> check(const Addresses& map_at, const Sizes& map_sizes,
+                                   const Sizes& dims, std::int64_t length, std::int64_t size,
+                                   int threads) {
+  return with_map(map_at, map_sizes, dims, length, size, threads, [](const OffsetMap&) {});
+}
+
 std::pair<int, std::int64_t> fill(const Addresses& map_at, const Sizes& map_sizes,
-                                  const Sizes& dims, Address value, std::int64_t length,
-                                  Address buffer, std::int64_t size, std::size_t element_bytes,
+                                  const Sizes& dims, std::int64_t length, std::int64_t size,
+                                  Address value, Address buffer, std::size_t element_bytes,
                                   int threads) {
   return with_map(map_at, map_sizes, dims, length, size, threads, [&](const OffsetMap& map) {
-    fill_offsets(map, at<const char>(value), element_bytes, at<char>(buffer),
-                 threads);
+    fill_offsets(map, at<const char>(value), element_bytes, at<char>(buffer), threads);
   });
 }
 
 template <class T>
 std::pair<int, std::int64_t> sum(const Addresses& map_at, const Sizes& map_sizes,
-                                 const Sizes& dims, Address value, std::int64_t length,
-                                 Address buffer, std::int64_t size, int threads) {
+                                 const Sizes& dims, std::int64_t length, std::int64_t size,
+                                 Address value, Address buffer, int threads) {
   return with_map(map_at, map_sizes, dims, length, size, threads, [&](const OffsetMap& map) {
     sum_offsets(map, at<const T>(buffer), at<T>(value), threads);
   });
@@ -91,6 +95,7 @@ void bind_rows_ops(nb::module_& m) {
   m.def("gather_flat", flat_gather, Release());
   m.def("scatter_flat_f32", flat_scatter<float>, Release());
   m.def("scatter_flat_f64", flat_scatter<double>, Release());
+  m.def("check_map", check, Release());
   m.def("fill_offsets", fill, Release());
   m.def("sum_offsets_f32", sum<float>, Release());
   m.def("sum_offsets_f64", sum<double>, Release());

@@ -12,21 +12,16 @@ namespace {
 // reads its line first.
 constexpr std::size_t kStreamBytes = std::size_t{16} << 20;
 
-template <std::size_t kBytes>
-inline void copy_fixed(char* to, const char* from) {
-  __builtin_memcpy(to, from, kBytes);
-}
-
 inline void copy_bytes(char* to, const char* from, std::size_t bytes) {
   switch (bytes) {
     case 0: return;  // there may be no address
-    case 4: return copy_fixed<4>(to, from);
-    case 8: return copy_fixed<8>(to, from);
-    case 16: return copy_fixed<16>(to, from);
-    case 32: return copy_fixed<32>(to, from);
-    case 64: return copy_fixed<64>(to, from);
-    case 128: return copy_fixed<128>(to, from);
-    case 256: return copy_fixed<256>(to, from);
+    case 4: __builtin_memcpy(to, from, 4); break;
+    case 8: __builtin_memcpy(to, from, 8); break;
+    case 16: __builtin_memcpy(to, from, 16); break;
+    case 32: __builtin_memcpy(to, from, 32); break;
+    case 64: __builtin_memcpy(to, from, 64); break;
+    case 128: __builtin_memcpy(to, from, 128); break;
+    case 256: __builtin_memcpy(to, from, 256); break;
     default: __builtin_memcpy(to, from, bytes);
   }
 }

@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "ops_copy.h"
-#include "ops_partition.h"
+#include "ops_buckets.h"
 #include "prefetch.h"
 
 namespace shoal {
@@ -130,7 +130,7 @@ std::int64_t gather_flat(const char* flat, std::int64_t size, std::size_t elemen
     if (stream) end_stream();
     return -1;
   };
-  return first_bad(shares, threads, [&](std::int64_t begin, std::int64_t end) {
+  return over_shares(shares, threads, [&](std::int64_t, std::int64_t begin, std::int64_t end) {
     return each_list(lists, begin, end, copy_list);
   });
 }
@@ -161,8 +161,8 @@ std::int64_t scatter_flat(const FlatLists<const T>& lists, std::int64_t size, T 
   };
   const std::int64_t items = lists.splits.back();
   const int helpers = items < 2048 ? 1 : threads;
-  const Buckets<Piece<T>> parts = partition<Piece<T>>(items, std::max<std::int64_t>(buckets, 1),
-                                                      helpers, route);
+  const auto parts =
+      in_buckets<Piece<T>>(items, std::max<std::int64_t>(buckets, 1), helpers, route);
   if (parts.bad >= 0) return parts.bad;
   // A large buffer is summed in a small one that stays in cache, and written past the cache.
   const bool stream = streams(flat, 16, static_cast<std::size_t>(size) * sizeof(T));
@@ -183,8 +183,8 @@ MapCheck check_map(const OffsetMap& map, std::int64_t n, std::int64_t length, st
                    int threads) {
   const MapCheck splits = check_splits(map, n, length);
   if (splits.fault != MapFault::none) return splits;
-  const std::int64_t bad = first_bad(
-      position_shares(map), threads, [&](std::int64_t begin, std::int64_t end) -> std::int64_t {
+  const std::int64_t bad = over_shares(
+      position_shares(map), threads, [&](std::int64_t, std::int64_t begin, std::int64_t end) {
         std::int64_t first = -1;
         each_position(map, begin, end,
                       [&](std::int64_t row, std::int64_t key, std::int64_t, std::int64_t width) {

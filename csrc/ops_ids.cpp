@@ -6,7 +6,7 @@
 #include <cstring>
 #include <vector>
 
-#include "threads.h"
+#include "ops_buckets.h"
 
 namespace shoal {
 
@@ -181,7 +181,9 @@ class Grouped final : public Dedup {
   std::int64_t unique() const override { return static_cast<std::int64_t>(first_[chunks_]); }
 
   void write(std::int64_t* ids, std::int64_t* counts) override {
-    over_chunks([&](std::size_t chunk) { rank(chunk, ids, counts); });
+    over_chunks([&](std::size_t chunk, std::size_t begin, std::size_t) {
+      rank(chunk, begin, ids, counts);
+    });
     over_groups([&](std::size_t g, int) {
       const std::size_t stop = starts_[(g + 1) * chunks_];
       for (std::size_t k = starts_[g * chunks_]; k < stop; ++k) {
@@ -190,9 +192,8 @@ class Grouped final : public Dedup {
         entries_[k] = entries_[place] | kFirst;
       }
     });
-    over_chunks([&](std::size_t chunk) {
-      const std::size_t stop = edge(chunk + 1);
-      for (std::size_t i = edge(chunk); i < stop; ++i) {
+    over_chunks([&](std::size_t, std::size_t begin, std::size_t end) {
+      for (std::size_t i = begin; i < end; ++i) {
         inverse_[i] = static_cast<std::int64_t>(entries_[places_[i]] & ~kFirst);
       }
     });
@@ -204,14 +205,15 @@ class Grouped final : public Dedup {
   static constexpr std::size_t kBlock = 4096;
   static constexpr Index kFirst = Index{1} << (sizeof(Index) * 8 - 1);
 
-  std::size_t edge(std::size_t chunk) const {
-    return n_ / chunks_ * chunk + std::min(chunk, n_ % chunks_);
-  }
   template <class Body>
   void over_chunks(const Body& body) {
     const auto chunks = static_cast<int>(chunks_);
-    Pool::instance().run(chunks, chunks,
-                         [&](std::int64_t chunk, int) { body(static_cast<std::size_t>(chunk)); });
+    const Shares shares{static_cast<std::int64_t>(n_), chunks};
+    over_shares(shares, chunks, [&](std::int64_t chunk, std::int64_t begin, std::int64_t end) {
+      body(static_cast<std::size_t>(chunk), static_cast<std::size_t>(begin),
+           static_cast<std::size_t>(end));
+      return kGood;
+    });
   }
   template <class Body>
   void over_groups(const Body& body) {
@@ -223,20 +225,18 @@ class Grouped final : public Dedup {
   // Fills hashes, group by group, in input order inside each, and places_.
   void group(std::uint64_t* hashes) {
     const int shift = 64 - bits_;
-    over_chunks([&](std::size_t chunk) {
+    over_chunks([&](std::size_t chunk, std::size_t begin, std::size_t end) {
       std::vector<std::size_t> sizes(groups_, 0);
-      const std::size_t stop = edge(chunk + 1);
-      for (std::size_t i = edge(chunk); i < stop; ++i) ++sizes[spread(ids_[i]) >> shift];
+      for (std::size_t i = begin; i < end; ++i) ++sizes[spread(ids_[i]) >> shift];
       for (std::size_t g = 0; g < groups_; ++g) starts_[g * chunks_ + chunk + 1] = sizes[g];
     });
     for (std::size_t k = 1; k < starts_.size(); ++k) starts_[k] += starts_[k - 1];
-    over_chunks([&](std::size_t chunk) {
+    over_chunks([&](std::size_t chunk, std::size_t begin, std::size_t end) {
       std::vector<Index> next(groups_);
       for (std::size_t g = 0; g < groups_; ++g) {
         next[g] = static_cast<Index>(starts_[g * chunks_ + chunk]);
       }
-      const std::size_t stop = edge(chunk + 1);
-      for (std::size_t i = edge(chunk); i < stop; ++i) {
+      for (std::size_t i = begin; i < end; ++i) {
         const std::uint64_t hash = spread(ids_[i]);
         const Index place = next[hash >> shift]++;
         hashes[place] = hash;
@@ -271,10 +271,10 @@ class Grouped final : public Dedup {
   }
 
   // In input order: first occurrences get their rank, and the outputs their id and count.
-  void rank(std::size_t chunk, std::int64_t* ids, std::int64_t* counts) {
+  void rank(std::size_t chunk, std::size_t begin, std::int64_t* ids, std::int64_t* counts) {
     std::size_t rank = first_[chunk];
     const std::size_t last = first_[chunk + 1];
-    for (std::size_t i = edge(chunk); rank < last; ++i) {
+    for (std::size_t i = begin; rank < last; ++i) {
       __builtin_prefetch(&entries_[places_[i + kAhead]], 1);
       Index& entry = entries_[places_[i]];
       const Index first = mask_of<Index>(entry >= kFirst);

@@ -45,8 +45,8 @@ bool layout_forward(const LayoutPlanView& plan, const LayoutIndexView& index,
 // gradients of what each row went to. A null gradient counts as zeros. One request only.
 template <class T>
 bool layout_backward(const LayoutPlanView& plan, const LayoutIndexView& index,
-                     const std::vector<void*>& grads, T scale, const LayoutBuffers& buffers,
-                     int threads);
+                     const std::vector<void*>& grads, double scale,
+                     const LayoutBuffers& buffers, int threads);
 
 // What both check before they start: cells and splits, but not rows.
 bool layout_cells_fit(const LayoutPlanView& plan, const LayoutIndexView& index);

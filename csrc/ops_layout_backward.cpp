@@ -217,15 +217,15 @@ class Backward {
 
 template <class T>
 bool layout_backward(const LayoutPlanView& plan, const LayoutIndexView& index,
-                     const std::vector<void*>& grads, T scale, const LayoutBuffers& buffers,
+                     const std::vector<void*>& grads, double scale, const LayoutBuffers& buffers,
                      int threads) {
   if (!layout_cells_fit(plan, index)) return false;
-  const GradRows<T> rows(plan, index, grads, scale);
+  const GradRows<T> rows(plan, index, grads, static_cast<T>(scale));
   return Backward<T>(rows, buffers, threads).run();
 }
 
 template bool layout_backward<float>(const LayoutPlanView&, const LayoutIndexView&,
-                                     const std::vector<void*>&, float, const LayoutBuffers&, int);
+                                     const std::vector<void*>&, double, const LayoutBuffers&, int);
 template bool layout_backward<double>(const LayoutPlanView&, const LayoutIndexView&,
                                       const std::vector<void*>&, double, const LayoutBuffers&,
                                       int);

@@ -1,10 +1,12 @@
 #pragma once
 // The layout's backward pass: gradients of cells as rows, and sums of ids filed by row.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <vector>
 
+#include "ops_buckets.h"
 #include "ops_layout.h"
 #include "ops_layout_impl.h"
 #include "threads.h"
@@ -154,10 +156,32 @@ class FiledSum {
     pool.run(plan_.n_features, threads_, [&](std::int64_t f, int) {
       if (grads_.works(f)) grads_.lay(f, 0, index_.cells[f].count, laid_.get() + begin(f));
     });
-    pool.run(chunks_, threads_, [&](std::int64_t chunk, int) { count_chunk(chunk); });
-    place_chunks();
-    pool.run(chunks_, threads_, [&](std::int64_t chunk, int) { file_chunk(chunk); });
-    pool.run(stretches_, threads_, [&](std::int64_t s, int) { sum_stretch(s); });
+    const auto stretches = static_cast<std::size_t>(stretches_);
+    std::vector<std::atomic<std::int64_t>> reaches(stretches);  // ends of the last rows
+    const auto route = [&](std::int64_t first, std::int64_t last, auto put) -> std::int64_t {
+      each_id(first, last, [&](std::int64_t address, const Filed& filed) {
+        const std::int64_t stretch = address >> shift_;
+        const std::int64_t end = address + plan_.features[filed.feature].high;
+        std::atomic<std::int64_t>& reach = reaches[static_cast<std::size_t>(stretch)];
+        std::int64_t known = reach.load(std::memory_order_relaxed);
+        while (known < end && !reach.compare_exchange_weak(known, end, std::memory_order_relaxed)) {
+        }
+        put(stretch, filed);
+      });
+      return -1;
+    };
+    const std::int64_t cells = plan_.n_features * index_.batch_sizes[0];
+    const auto parts = in_buckets<Filed>(cells, stretches_, threads_, route);
+    // Rows may reach beyond their stretch: the next one starts after them.
+    std::vector<std::int64_t> edges(stretches + 1, 0);
+    for (std::size_t s = 0; s < stretches; ++s) {
+      const std::int64_t own = static_cast<std::int64_t>(s + 1) << shift_;
+      edges[s + 1] = std::max({edges[s], reaches[s].load(), std::min(own, space_.end())});
+    }
+    pool.run(stretches_, threads_, [&](std::int64_t s, int) {
+      space_.zero<T>(edges[static_cast<std::size_t>(s)], edges[static_cast<std::size_t>(s) + 1]);
+      for (const Filed* one = parts.begin(s); one < parts.begin(s + 1); ++one) add(*one);
+    });
   }
 
  private:
@@ -178,13 +202,8 @@ class FiledSum {
   const RowFinder<T>& finder_;
   const int threads_;
   int shift_ = 0;
-  std::int64_t stretches_ = 0, cells_ = 0, chunks_ = 0;
+  std::int64_t stretches_ = 0;
   std::vector<std::int64_t> begins_;  // of each feature's cells' gradients in laid_, and the end
-  std::vector<std::int64_t> counts_;  // (chunks, stretches), later places in filed_
-  // (chunks, stretches): end of the last row filed there; then (stretches): up to there.
-  std::vector<std::int64_t> reaches_;
-  std::vector<std::int64_t> bounds_;  // (stretches + 1) in filed_
-  std::unique_ptr<Filed[]> filed_;
   std::unique_ptr<T[]> laid_;
 
   std::int64_t begin(std::int64_t f) const { return begins_[static_cast<std::size_t>(f)]; }
@@ -194,10 +213,6 @@ class FiledSum {
     while ((std::int64_t{1} << shift_) < least) ++shift_;
     while (((space_.end() - 1) >> shift_) >= kMostStretches) ++shift_;
     stretches_ = space_.end() == 0 ? 0 : ((space_.end() - 1) >> shift_) + 1;
-    cells_ = plan_.n_features * index_.batch_sizes[0];
-    chunks_ = std::min<std::int64_t>(4 * threads_, cells_);
-    counts_.assign(static_cast<std::size_t>(chunks_ * stretches_), 0);
-    reaches_.assign(static_cast<std::size_t>(chunks_ * stretches_), 0);
     begins_.assign(1, 0);
     for (std::int64_t f = 0; f < plan_.n_features; ++f) {
       const std::int64_t own = grads_.works(f) ? index_.cells[f].count * grads_.cell_floats(f) : 0;
@@ -205,12 +220,10 @@ class FiledSum {
     }
   }
 
-  // Calls visit(row, address, filed) for the ids of a chunk of cells that pass a gradient on.
+  // Calls visit(address, filed) for the ids of cells [at, stop) that pass a gradient on.
   template <class Visit>
-  void each_id(std::int64_t chunk, const Visit& visit) const {
+  void each_id(std::int64_t at, std::int64_t stop, const Visit& visit) const {
     const std::int64_t size = index_.batch_sizes[0];
-    std::int64_t at = chunk * cells_ / chunks_;
-    const std::int64_t stop = (chunk + 1) * cells_ / chunks_;
     while (at < stop) {
       const std::int64_t f = at / size;
       const std::int64_t from = at - f * size;
@@ -235,54 +248,12 @@ class FiledSum {
     }
   }
 
-  void count_chunk(std::int64_t chunk) {
-    std::int64_t* count = counts_.data() + chunk * stretches_;
-    std::int64_t* reach = reaches_.data() + chunk * stretches_;
-    each_id(chunk, [&](std::int64_t address, const Filed& filed) {
-      const std::int64_t stretch = address >> shift_;
-      ++count[stretch];
-      reach[stretch] = std::max(reach[stretch], address + plan_.features[filed.feature].high);
-    });
-  }
-
-  // Counts become places: stretch by stretch, and within one by chunk.
-  void place_chunks() {
-    std::int64_t total = 0, reach = 0;
-    bounds_.assign(1, 0);
-    for (std::int64_t s = 0; s < stretches_; ++s) {
-      for (std::int64_t c = 0; c < chunks_; ++c) {
-        const auto at = static_cast<std::size_t>(c * stretches_ + s);
-        const std::int64_t own = counts_[at];
-        counts_[at] = total;
-        total += own;
-        reach = std::max(reach, reaches_[at]);
-      }
-      // Rows may reach beyond their stretch: the next one starts after them.
-      reach = std::max(reach, std::min((s + 1) << shift_, space_.end()));
-      if (chunks_ > 0) reaches_[static_cast<std::size_t>(s)] = reach;
-      bounds_.push_back(total);
-    }
-    filed_.reset(new Filed[static_cast<std::size_t>(total)]);
-  }
-
-  void file_chunk(std::int64_t chunk) {
-    std::int64_t* place = counts_.data() + chunk * stretches_;
-    each_id(chunk, [&](std::int64_t address, const Filed& filed) {
-      filed_[static_cast<std::size_t>(place[address >> shift_]++)] = filed;
-    });
-  }
-
-  void sum_stretch(std::int64_t s) const {
-    const auto at = static_cast<std::size_t>(s);
-    space_.zero<T>(s == 0 ? 0 : reaches_[at - 1], reaches_[at]);
-    for (std::int64_t i = bounds_[at]; i < bounds_[at + 1]; ++i) {
-      const Filed& entry = filed_[static_cast<std::size_t>(i)];
-      const PlanFeature& feature = plan_.features[entry.feature];
-      const std::int64_t width = feature.high - feature.low;
-      const std::int64_t steps = std::max<std::int64_t>(feature.length, 1);
-      const T* from = laid_.get() + begin(entry.feature) + (entry.cell * steps + entry.step) * width;
-      add_floats(entry.row + feature.low, from, width);
-    }
+  void add(const Filed& entry) const {
+    const PlanFeature& feature = plan_.features[entry.feature];
+    const std::int64_t width = feature.high - feature.low;
+    const std::int64_t steps = std::max<std::int64_t>(feature.length, 1);
+    const T* from = laid_.get() + begin(entry.feature) + (entry.cell * steps + entry.step) * width;
+    add_floats(entry.row + feature.low, from, width);
   }
 };
 

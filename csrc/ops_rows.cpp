@@ -5,7 +5,7 @@
 
 #include "hash.h"
 #include "ops_copy.h"
-#include "ops_partition.h"
+#include "ops_buckets.h"
 #include "prefetch.h"
 
 namespace shoal {
@@ -70,7 +70,7 @@ MatchTable::MatchTable(const std::int64_t* ids, std::int64_t rows, int threads)
     return -1;
   };
   const std::int64_t buckets = std::int64_t{1} << bits_;
-  const Buckets<Entry> parts = partition<Entry>(rows, buckets, threads, route);
+  const Buckets<Entry> parts = in_buckets<Entry>(rows, buckets, threads, route);
   std::vector<std::vector<Entry>> rest(static_cast<std::size_t>(buckets));
   Pool::instance().run(buckets, threads, [&](std::int64_t b, int) {
     fill(b, parts.begin(b), parts.size(b), rest[static_cast<std::size_t>(b)]);
@@ -242,7 +242,7 @@ std::int64_t Scatter<T>::by_buckets() const {
     }
     return -1;
   };
-  const Buckets<Record> parts = partition<Record>(n, buckets, threads, route);
+  const Buckets<Record> parts = in_buckets<Record>(n, buckets, threads, route);
   if (parts.bad >= 0) return parts.bad;
   const std::vector<ColumnWork> work = column_work(parts, buckets, n, dim, threads);
   // A large output is summed in a small buffer that stays in cache, and written past the cache.
@@ -293,7 +293,8 @@ void Scatter<T>::sum_bucket(const Record* records, std::int64_t size, std::int64
 std::int64_t match_rows(const std::int64_t* ids, std::int64_t rows, const std::int64_t* query,
                         std::int64_t n, std::int64_t* index, int threads) {
   const MatchTable table(ids, rows, rows < 4096 ? 1 : threads);
-  return first_bad(shares_of(n, 4096), threads, [&](std::int64_t begin, std::int64_t end) {
+  const Shares shares = shares_of(n, 4096);
+  return over_shares(shares, threads, [&](std::int64_t, std::int64_t begin, std::int64_t end) {
     const Entry* homes[kWindow];
     std::int64_t missing = -1;
     const auto ask = [&](std::int64_t i) {
@@ -328,7 +329,7 @@ std::int64_t gather_rows(const RowArrays& arrays, const std::int64_t* index, std
   const auto many = [&finder](std::int64_t row) { return finder.row(row); };
   const Shares shares =
       shares_of(n, (256 << 10) / static_cast<std::int64_t>(std::max<std::size_t>(bytes, 16)));
-  return first_bad(shares, threads, [&](std::int64_t begin, std::int64_t end) -> std::int64_t {
+  return over_shares(shares, threads, [&](std::int64_t, std::int64_t begin, std::int64_t end) {
     const auto run = [&](const auto& source) {
       const auto past = [](char* to, const char* from, std::size_t size) {
         stream_bytes(to, from, size);

@@ -1,7 +1,7 @@
 // Segments given by the segment of each row, in any order.
 #include <atomic>
 
-#include "ops_partition.h"
+#include "ops_buckets.h"
 #include "ops_segments.h"
 #include "threads.h"
 #include "prefetch.h"
@@ -35,11 +35,6 @@ Signs signs_of(const std::int64_t* index, std::int64_t count, std::int64_t befor
   return {outside >> 63 != 0, falls >> 63 != 0};
 }
 
-std::int64_t first_bad(const SegmentIndex& in, std::int64_t from) {
-  while (in.index[from] >= 0 && in.index[from] < in.segments) ++from;
-  return from;
-}
-
 // The count when there is none: the span before may have ended in an index so far outside that its
 // difference overflowed.
 std::int64_t first_fall(const SegmentIndex& in, std::int64_t from) {
@@ -48,9 +43,9 @@ std::int64_t first_fall(const SegmentIndex& in, std::int64_t from) {
 }
 
 // Ends of runs: offsets[segment + 1] is the last position of its run, plus one. A run that goes on
-// in the next span is left to that one.
-void scan_span(const SegmentIndex& in, std::int64_t first, std::int64_t last,
-               std::int64_t* offsets, std::int64_t& bad, std::int64_t& unsorted) {
+// in the next span is left to that one. First position that is out of range, or -1.
+std::int64_t scan_span(const SegmentIndex& in, std::int64_t first, std::int64_t last,
+                       std::int64_t* offsets, std::int64_t& unsorted) {
   constexpr std::int64_t kBlock = 2048;
   std::int64_t own_end = last;
   if (last < in.count) {
@@ -61,8 +56,8 @@ void scan_span(const SegmentIndex& in, std::int64_t first, std::int64_t last,
     const std::int64_t before = i == 0 ? in.index[0] : in.index[i - 1];
     const Signs signs = signs_of(in.index + i, stop - i, before, in.segments);
     if (signs.outside) {
-      bad = first_bad(in, i);
-      return;
+      while (in.index[i] >= 0 && in.index[i] < in.segments) ++i;
+      return i;
     }
     if (signs.falls && unsorted < 0) unsorted = first_fall(in, i);
     if (unsorted >= 0) continue;
@@ -72,6 +67,7 @@ void scan_span(const SegmentIndex& in, std::int64_t first, std::int64_t last,
           .store(k + 1, std::memory_order_relaxed);
     }
   }
+  return -1;
 }
 
 // A sorted index's ends of runs. First position that is out of range, and first unsorted one.
@@ -82,9 +78,7 @@ std::pair<std::int64_t, std::int64_t> scan(const SegmentIndex& in, std::int64_t*
   std::fill_n(offsets, in.segments + 1, 0);
   const std::int64_t bad = over_shares(
       shares, threads, [&](std::int64_t share, std::int64_t first, std::int64_t last) {
-        std::int64_t bad = -1;
-        scan_span(in, first, last, offsets, bad, unsorted[static_cast<std::size_t>(share)]);
-        return bad;
+        return scan_span(in, first, last, offsets, unsorted[static_cast<std::size_t>(share)]);
       });
   return {bad, first_of(unsorted)};
 }
@@ -185,7 +179,7 @@ std::int64_t spread_by_index(const SegmentTable& table, SegmentMode mode, bool i
   const std::int64_t bytes = table.rows * (table.dim * (is_double ? 8 : 4) + 8);
   const int lanes = worth_threads(bytes, threads);
   const Shares shares{table.rows, lanes == 1 ? 1 : std::min<std::int64_t>(lanes * 4, table.rows)};
-  return first_bad(shares, lanes, [&](std::int64_t first, std::int64_t last) {
+  return over_shares(shares, lanes, [&](std::int64_t, std::int64_t first, std::int64_t last) {
     return is_double ? spread_share<double>(table, mode, first, last)
                      : spread_share<float>(table, mode, first, last);
   });

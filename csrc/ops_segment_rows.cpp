@@ -1,5 +1,5 @@
 // First rows of segments and back, and the segment of each row.
-#include "ops_partition.h"
+#include "ops_buckets.h"
 #include "ops_segments.h"
 #include "threads.h"
 #include "segments_impl.h"
@@ -19,27 +19,19 @@ std::int64_t over_segments(const std::int64_t* offsets, std::int64_t segments, s
   table.segments = segments;
   table.rows = rows;
   const int lanes = worth_threads(bytes, threads);
-  const std::int64_t cuts = std::min<std::int64_t>(lanes == 1 ? 1 : lanes * 4, segments);
-  std::vector<std::int64_t> edges(static_cast<std::size_t>(cuts) + 1, 0);
-  for (std::int64_t cut = 1; cut <= cuts; ++cut) {
-    const auto i = static_cast<std::size_t>(cut);
-    edges[i] = cut == cuts ? segments
-                           : std::max(edges[i - 1], segment_at(table, (rows + segments) / cuts * cut));
-  }
-  std::vector<std::int64_t> bad(static_cast<std::size_t>(cuts), -1);
-  Pool::instance().run(cuts, lanes, [&](std::int64_t i, int) {
-    const auto at = static_cast<std::size_t>(i);
-    const std::int64_t limit = std::min(offsets[edges[at + 1]], rows);
-    for (std::int64_t b = edges[at]; b < edges[at + 1]; ++b) {
-      if (!inside(offsets, b, rows)) {
-        bad[at] = b + 1;
-        return;
-      }
+  const std::int64_t work = rows + segments;
+  const Shares shares{work, std::min<std::int64_t>(lanes == 1 ? 1 : lanes * 4, segments)};
+  return over_shares(shares, lanes, [&](std::int64_t share, std::int64_t begin, std::int64_t end) {
+    const std::int64_t first = share == 0 ? 0 : segment_at(table, begin);
+    const std::int64_t last = end == work ? segments : segment_at(table, end);
+    const std::int64_t limit = std::min(offsets[last], rows);
+    for (std::int64_t b = first; b < last; ++b) {
+      if (!inside(offsets, b, rows)) return b + 1;
       body(b, offsets[b], offsets[b + 1], limit);
     }
     end_stream(true);
+    return std::int64_t{-1};
   });
-  return first_of(bad);
 }
 
 struct FirstN {

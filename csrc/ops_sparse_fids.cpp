@@ -3,71 +3,44 @@
 #include <algorithm>
 #include <vector>
 
-#include "hash.h"
+#include "ops_ids.h"
 #include "threads.h"
 
 namespace shoal {
 namespace {
 
-std::int64_t shard_of(const FidBatch& batch, std::int64_t id) {
-  if (!batch.floored) {
-    return static_cast<std::int64_t>(static_cast<std::uint64_t>(id) %
-                                     static_cast<std::uint64_t>(batch.n_shards));
-  }
-  const std::int64_t rest = id % batch.n_shards;
-  return rest < 0 ? rest + batch.n_shards : rest;
-}
-
-// Places of a feature's ids by id. Slots of earlier features count as empty: nothing is cleared.
-class PlaceOf {
- public:
-  void start(std::int64_t ids) {
-    std::size_t slots = 64;
-    while (slots < 2 * static_cast<std::size_t>(ids)) slots *= 2;
-    if (slots > slots_.size()) {
-      slots_.assign(slots, Slot{});
-      round_ = 0;
-    }
-    mask_ = slots_.size() - 1;
-    ++round_;
-  }
-
-  // The place given to an id before, or `next`, which it then has.
-  std::int64_t find_or(std::int64_t id, std::int64_t next) {
-    std::size_t at = mix64(static_cast<std::uint64_t>(id)) & mask_;
-    for (;; at = (at + 1) & mask_) {
-      Slot& slot = slots_[at];
-      if (slot.round != round_) {
-        slot = Slot{id, next, round_};
-        return next;
-      }
-      if (slot.id == id) return slot.place;
-    }
-  }
-
- private:
-  struct Slot {
-    std::int64_t id = 0, place = 0;
-    std::uint64_t round = 0;
-  };
-  std::vector<Slot> slots_;
-  std::size_t mask_ = 0;
-  std::uint64_t round_ = 0;
+// A lane's memory for the distinct ids of a feature.
+struct Room {
+  std::uint32_t* slots;
+  Distinct* found;
 };
 
-void count_feature(const FidBatch& batch, const FidPlan& plan, std::int64_t f, PlaceOf* seen,
+void count_feature(const FidBatch& batch, const FidPlan& plan, std::int64_t f, const Room* room,
                    std::int64_t* places, std::int32_t* buffers) {
   const std::int64_t start = batch.splits[f];
   const std::int64_t stop = batch.splits[f + 1];
   std::int64_t* counts = plan.counts + f * batch.n_shards;
   std::fill(counts, counts + batch.n_shards, 0);
-  if (seen != nullptr) seen->start(stop - start);
   const std::int64_t first = plan.tables[f] * batch.n_shards;
+  const ShardOf shard_of(batch.rule, batch.n_shards);
+  if (room == nullptr) {
+    for (std::int64_t i = start; i < stop; ++i) {
+      const std::int64_t shard = shard_of(batch.ids[i]);
+      places[i] = counts[shard]++;
+      buffers[i] = static_cast<std::int32_t>(first + shard);
+    }
+    return;
+  }
+  const std::int64_t size =
+      dedup_span(batch.ids + start, stop - start, room->slots, room->found, places + start);
+  // From here on an entry holds a shard and a place there.
+  Distinct* const found = room->found + 1;
+  for (std::int64_t u = 0; u < size; ++u) {
+    const std::int64_t shard = shard_of(found[u].id);
+    found[u] = {shard, counts[shard]++};
+  }
   for (std::int64_t i = start; i < stop; ++i) {
-    const std::int64_t shard = shard_of(batch, batch.ids[i]);
-    std::int64_t place = counts[shard];
-    if (seen != nullptr) place = seen->find_or(batch.ids[i], place);
-    if (place == counts[shard]) ++counts[shard];
+    const auto [shard, place] = found[places[i]];
     places[i] = place;
     buffers[i] = static_cast<std::int32_t>(first + shard);
   }
@@ -92,20 +65,22 @@ void place_features(const FidBatch& batch, const FidPlan& plan) {
 
 }  // namespace
 
-bool count_fids(const FidBatch& batch, const FidPlan& plan, bool unique, std::int64_t* places,
+void count_fids(const FidBatch& batch, const FidPlan& plan, bool unique, std::int64_t* places,
                 std::int32_t* buffers, int threads) {
-  std::int64_t bad = batch.splits[0] != 0 || batch.splits[batch.n_features] != batch.n;
-  for (std::int64_t f = 0; f < batch.n_features; ++f) {
-    bad += batch.splits[f] > batch.splits[f + 1];
+  std::int64_t longest = 0;
+  for (std::int64_t f = 0; unique && f < batch.n_features; ++f) {
+    longest = std::max(longest, batch.splits[f + 1] - batch.splits[f]);
   }
-  if (bad != 0) return false;
-  std::vector<PlaceOf> seen(static_cast<std::size_t>(unique ? threads : 0));
+  const std::size_t lanes = unique ? static_cast<std::size_t>(std::max(threads, 1)) : 0;
+  const std::size_t slots = span_slots(longest), entries = static_cast<std::size_t>(longest) + 1;
+  const Scratch<std::uint32_t> all_slots(slots * lanes);
+  const Scratch<Distinct> all_found(entries * lanes);
   Pool::instance().run(batch.n_features, threads, [&](std::int64_t f, int lane) {
-    PlaceOf* own = unique ? &seen[static_cast<std::size_t>(lane)] : nullptr;
-    count_feature(batch, plan, f, own, places, buffers);
+    const auto at = static_cast<std::size_t>(lane);
+    const Room room{all_slots.data() + slots * at, all_found.data() + entries * at};
+    count_feature(batch, plan, f, unique ? &room : nullptr, places, buffers);
   });
   place_features(batch, plan);
-  return true;
 }
 
 void fill_fids(const FidBatch& batch, const FidPlan& plan, std::int64_t* places,

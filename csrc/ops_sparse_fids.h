@@ -2,14 +2,15 @@
 // Ids of a batch split per table and shard, for the thread that prepares batches.
 #include <cstdint>
 
+#include "ops_shard_rules.h"
+
 namespace shoal {
 
 struct FidBatch {
-  const std::int64_t* ids;     // (n)
+  const std::int64_t* ids;
   const std::int64_t* splits;  // (n_features + 1) in ids
-  std::int64_t n, n_features;
-  std::int64_t n_shards;
-  bool floored;  // shard = id mod n_shards, floored; else of the id's 64 bits unsigned
+  std::int64_t n_features, n_shards;
+  ShardRule rule;  // floormod or unsigned_mod
 };
 
 // Features' tables and row widths, and what the counting gives: per (feature, shard) where its ids
@@ -27,8 +28,8 @@ struct FidPlan {
 
 // Each id's place among the ids of its feature and shard goes to `places`, its buffer
 // (table * n_shards + shard) to `buffers`. With `unique`, equal ids of a feature share a place.
-// False when the splits are out of order or do not end at n.
-bool count_fids(const FidBatch& batch, const FidPlan& plan, bool unique, std::int64_t* places,
+// The splits are checked.
+void count_fids(const FidBatch& batch, const FidPlan& plan, bool unique, std::int64_t* places,
                 std::int32_t* buffers, int threads);
 
 // Writes the lists, table-major, and turns places into places of rows, in floats.

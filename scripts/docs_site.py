@@ -27,7 +27,7 @@ SITE = ROOT / "build" / "site"
 PAGES = SITE / "pages"
 REFERENCE = Path("reference")
 # Internal, though they say what of them others use.
-INTERNAL = ("shoal.kernels", "shoal.ops.reference", "shoal.comm.backends", "shoal.config.tree")
+INTERNAL = ("shoal.kernels", "shoal.comm.backends", "shoal.config.tree")
 SOURCES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "bench/README.md")
 PROJECT = ("All pages", "Internals", "Decisions")
 FENCE = re.compile(r"^(```+\w+)( [^\n]*)$", flags=re.MULTILINE)

@@ -215,26 +215,5 @@ def crc32(data: Buffer, before: int = 0) -> int: ...
 def crc32_copy(to: Buffer, data: Buffer, before: int = 0) -> int: ...
 def crc32_by_tables(data: Buffer, before: int = 0) -> int: ...
 def ordered_by_hash(ids: int, n: int, salt: int) -> bool: ...
-def layout_forward(
-    buffers: Sequence[int],
-    floats: Sequence[int],
-    call: Sequence[int],
-    sizes: Sequence[int],
-    batch_sizes: Sequence[int],
-    outputs: Sequence[int],
-    wide: bool,
-    threads: int,
-) -> bool: ...
-def layout_backward(
-    grads: Sequence[int],
-    scale: float,
-    buffers: Sequence[int],
-    floats: Sequence[int],
-    call: Sequence[int],
-    sizes: Sequence[int],
-    batch_sizes: Sequence[int],
-    wide: bool,
-    threads: int,
-) -> bool: ...
 
 ops: Any  # operators of `shoal.ops` on addresses and sizes that it has checked

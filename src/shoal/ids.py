@@ -118,7 +118,7 @@ def make_fid(slot: int | Tensor, signature: int | Tensor, layout: FidLayout = "v
     if isinstance(high, Tensor):
         return high | low
     # torch takes Python ints of at most 63 bits, so an int slot becomes signed first
-    return _signed(high | low) if isinstance(low, int) else _signed(high) | low
+    return to_signed(high | low) if isinstance(low, int) else to_signed(high) | low
 
 
 def slot_of(fids: Word, layout: FidLayout = "v2") -> Word:
@@ -226,19 +226,13 @@ class SlotRegistry:
         """
         if not 0 <= slot <= self._max_slot:
             allowed = f"0..{self._max_slot} ({self.layout})"
-            raise ConfigError(
-                f"slot of {name!r}", got=slot, allowed=allowed, remedy="Pick a free slot."
-            )
+            raise ConfigError(f"slot of {name!r}", slot, allowed, remedy="Pick a free slot.")
         if self._slots.get(name, slot) != slot:
-            bound = f"{self._slots[name]}, its slot so far"
-            raise ConfigError(
-                f"slot of {name!r}", got=slot, allowed=bound, remedy="Register it once."
-            )
+            allowed = f"{self._slots[name]}, its slot so far"
+            raise ConfigError(f"slot of {name!r}", slot, allowed, remedy="Register it once.")
         if self._names.get(slot, name) != name:
-            bound = f"{self._names[slot]!r}, its name so far"
-            raise ConfigError(
-                f"name of slot {slot}", got=name, allowed=bound, remedy="Pick a free slot."
-            )
+            allowed = f"{self._names[slot]!r}, its name so far"
+            raise ConfigError(f"name of slot {slot}", name, allowed, remedy="Pick a free slot.")
         self._slots[name] = slot
         self._names[slot] = name
 
@@ -298,17 +292,11 @@ def _bits_of(value: Word) -> Word:
     if not isinstance(value, int):
         check_dense("ids", value)
         if value.dtype != torch.int64:
-            raise DTypeError(
-                "dtype of ids", got=value.dtype, allowed="int64", remedy="Call .long()."
-            )
+            raise DTypeError("dtype of ids", value.dtype, "int64", remedy="Call .long().")
         return value
     if not -(1 << 63) <= value < (1 << 64):
         raise InputError("id", got=value, allowed="64 bits", remedy="Hash longer keys first.")
     return value & ((1 << 64) - 1)
-
-
-def _signed(bits: int) -> int:
-    return bits - (1 << 64) if bits >> 63 else bits
 
 
 def _ids_of(
@@ -348,9 +336,7 @@ def _text_of(strings: Any, *, nulls: bool) -> pa.Array:
         there = isinstance(strings, (pa.Array, pa.ChunkedArray))
         column = strings if there else pa.array(strings)
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
-        raise DTypeError(
-            "strings", got=error, allowed="one column of strings", remedy=remedy
-        ) from error
+        raise DTypeError("strings", error, "one column of strings", remedy) from error
     if isinstance(column, pa.ChunkedArray):
         column = column.unify_dictionaries().combine_chunks()
     encoded = pa.types.is_dictionary(column.type)

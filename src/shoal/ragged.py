@@ -14,13 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.address import check_dense
-from shoal.errors import (
-    DeviceUnavailable,
-    DTypeError,
-    InputError,
-    ShapeError,
-    unknown_name,
-)
+from shoal.errors import DeviceUnavailable, DTypeError, InputError, ShapeError, unknown_name
 
 Rows = Sequence[Sequence[int]]
 
@@ -122,9 +116,7 @@ def torchrec_class(name: str) -> Any:
     except ImportError as error:
         allowed = "any torchrec with KeyedJaggedTensor"
         remedy = "pip install torchrec, or use to_nested()."
-        raise DeviceUnavailable(
-            "torchrec", got="not installed", allowed=allowed, remedy=remedy
-        ) from error
+        raise DeviceUnavailable("torchrec", "not installed", allowed, remedy) from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -362,10 +354,8 @@ class KeyedRagged:
         none = [torch.empty(0, dtype=torch.int64, device="cpu")]
         values_N = torch.cat([part.values for part in parts.values()] or none)
         lengths_FB = torch.cat([part.lengths for part in parts.values()] or none)
-        edges_F1 = torch.tensor(
-            [0, *(part.values.numel() for part in parts.values())], device="cpu"
-        ).cumsum(0)
-        return cls._built(tuple(parts), values_N, lengths_FB, weights_N, edges_F1)
+        counts = [part.values.numel() for part in parts.values()]
+        return cls._built(tuple(parts), values_N, lengths_FB, weights_N, counts)
 
     @classmethod
     def from_lengths(
@@ -395,12 +385,15 @@ class KeyedRagged:
         values_N: Tensor,
         lengths_FB: Tensor,
         weights_N: Tensor | None,
-        edges_F1: Tensor | None,
+        counts: Sequence[int] | None,
     ) -> KeyedRagged:
+        """counts: ids of each feature, where the host knows them."""
         check_dense("lengths", lengths_FB)
         offsets_FB1 = offsets_of(lengths_FB.reshape(-1))
-        kept = None if offsets_FB1.is_cpu else edges_F1
-        return cls(keys, values_N, offsets_FB1, weights_N, _edges_F1=kept)
+        edges_F1 = None
+        if counts is not None and not offsets_FB1.is_cpu:
+            edges_F1 = offsets_of(torch.tensor(counts, dtype=torch.int64, device="cpu"))
+        return cls(keys, values_N, offsets_FB1, weights_N, _edges_F1=edges_F1)
 
     @classmethod
     def from_nested(cls, keys: Sequence[str], nested: Tensor) -> KeyedRagged:
@@ -437,8 +430,7 @@ class KeyedRagged:
             for key in set(batch.keys) - set(keys):
                 raise unknown_name("key of a later batch", key, keys)
         same = [batch.select(keys) for batch in batches]
-        splits = [batch.host_splits for batch in same]
-        cuts = [edges_F1.tolist() for edges_F1 in splits]
+        cuts = [batch.host_splits.tolist() for batch in same]
 
         def joined(tensors: list[Tensor]) -> Tensor:
             pairs = list(zip(tensors, cuts, strict=True))
@@ -447,9 +439,9 @@ class KeyedRagged:
         values_N = joined([batch.values_N for batch in same])
         lengths_FB = torch.cat([batch.lengths for batch in same], dim=1)
         weights = [batch.weights_N for batch in same if batch.weights_N is not None]
-        edges_F1 = torch.stack(splits).sum(dim=0)
+        counts = [sum(c[f + 1] - c[f] for c in cuts) for f in range(len(keys))]
         joined_weights = joined(weights) if weights else None
-        return cls._built(keys, values_N, lengths_FB, joined_weights, edges_F1)
+        return cls._built(keys, values_N, lengths_FB, joined_weights, counts)
 
     def __getitem__(self, key: str) -> Ragged:
         """Ids of one feature; the values are a view (by `host_splits`).
@@ -485,14 +477,11 @@ class KeyedRagged:
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
         weights = None if self.weights_N is None else picked(self.weights_N)
-        edges_F1 = torch.tensor([0, *(cuts[i + 1] - cuts[i] for i in picks)], device="cpu").cumsum(
-            0
-        )
-        picks_F = torch.tensor(picks, dtype=torch.int64, device="cpu").to(
-            self.values_N.device, non_blocking=True
-        )
-        lengths_FB = self.lengths.index_select(0, picks_F)
-        return KeyedRagged._built(chosen, picked(self.values_N), lengths_FB, weights, edges_F1)
+        picks_F = torch.tensor(picks, dtype=torch.int64, device="cpu")
+        moved_F = picks_F.to(self.values_N.device, non_blocking=True)
+        lengths_FB = self.lengths.index_select(0, moved_F)
+        counts = [cuts[i + 1] - cuts[i] for i in picks]
+        return KeyedRagged._built(chosen, picked(self.values_N), lengths_FB, weights, counts)
 
     def validate(self) -> KeyedRagged:
         """Return self after reading the offsets (waits for a CUDA device).
@@ -542,14 +531,8 @@ class KeyedRagged:
             moved_FB1 = edges_F1 = None
         elif self.offsets_FB1.is_cpu:
             moved_FB1, edges_F1 = self.offsets_FB1, self.key_splits.clone()
-        return KeyedRagged(
-            self.keys,
-            move(self.values_N),
-            offsets_FB1,
-            weights,
-            _moved_FB1=moved_FB1,
-            _edges_F1=edges_F1,
-        )
+        known = {"_moved_FB1": moved_FB1, "_edges_F1": edges_F1}
+        return KeyedRagged(self.keys, move(self.values_N), offsets_FB1, weights, **known)
 
     def _span(self, index: int) -> slice:
         cuts = self.host_splits

@@ -1,6 +1,6 @@
 """One test body on every implementation of an operator.
 
-`reference` runs the plain-torch operators, `core` the compiled core, `triton` the kernels:
+`reference` runs plain torch (`plain_operators`), `core` the compiled core, `triton` the kernels:
 interpreted on CPU tensors here, compiled on a GPU under `make test-gpu`.
 """
 
@@ -9,22 +9,30 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
 import shoal.ops
-from shoal.ops.dispatch import Backend, forced
+from shoal.ops import dispatch
+from support.plain_operators import PLAIN
 
-__all__ = ["BACKENDS", "COMPILED", "Implementation"]
+__all__ = ["BACKENDS", "COMPILED", "Implementation", "forced"]
+
+Name = Literal["reference", "core", "triton"]
+
+
+def forced(name: Name) -> contextlib.AbstractContextManager[None]:
+    """`dispatch.forced` of an implementation."""
+    return dispatch.forced(PLAIN if name == "reference" else name)
 
 
 @dataclass(frozen=True)
 class Implementation:
     """How a test calls an operator: where its tensors go, and which code runs."""
 
-    name: Backend
+    name: Name
     device: str
 
     def __getattr__(self, op: str) -> Callable[..., Any]:

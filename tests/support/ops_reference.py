@@ -24,12 +24,14 @@ from shoal.ops import (
     ValueOffset,
 )
 from shoal.ops.checks import check_layout
-from shoal.ops.layout_arguments import forward_arguments, gradient_arguments, reshaped
-from shoal.ops.reference import ids as plain_ids
-from shoal.ops.reference import rows as plain_rows
-from shoal.ops.reference.ids import first_places
-from shoal.ops.reference.layout import layout_backward, layout_forward
-from shoal.ops.reference.rows import (
+from shoal.ops.layout import forward_arguments, gradient_arguments
+from shoal.ops.sparse_fids import ShardRule, completed
+from shoal.placement import floormod, unsigned_mod
+from shoal.ragged import KeyedRagged, Ragged
+from support import plain_ids, plain_rows
+from support.plain_ids import first_places
+from support.plain_layout import layout_backward, layout_forward
+from support.plain_rows import (
     gather_flat,
     grouped,
     offset_map_places,
@@ -37,9 +39,6 @@ from shoal.ops.reference.rows import (
     scatter_flat,
     segment_pooled,
 )
-from shoal.ops.sparse_fids import ShardRule, completed
-from shoal.placement import floormod, unsigned_mod
-from shoal.ragged import KeyedRagged, Ragged
 
 Length = int | Sequence[int]
 
@@ -461,4 +460,5 @@ def fused_embedding_to_layout_grad(
     )
     grads, scale, sizes, *rest = arguments
     check_layout(sizes, *rest[:8])
-    return reshaped(layout_backward(grads, scale, sizes, *rest), embeddings_list)
+    found = layout_backward(grads, scale, sizes, *rest)
+    return [grad.view(rows.shape) for grad, rows in zip(found, embeddings_list, strict=True)]

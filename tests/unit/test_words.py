@@ -17,7 +17,7 @@ from shoal import errors
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "shoal"
-INTERNAL = {"shoal.kernels", "shoal.ops.reference"}
+INTERNAL = {"shoal.kernels"}
 
 # What a reader has to guess, and what to write. A hit on one of the surfaces below is always wrong.
 WORDS = {

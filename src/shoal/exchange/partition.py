@@ -20,7 +20,7 @@ from shoal.comm.collectives import Part, Sizes
 from shoal.exchange.wire import RowBuffer
 from shoal.ids import salt, to_signed
 from shoal.kernels.host_copies import staged
-from shoal.ops.reorder import fused_reorder, fused_reorder_into
+from shoal.ops.ids_by_shard import fused_reorder, fused_reorder_into
 from shoal.placement import Hosted, Placement
 from shoal.ragged import KeyedRagged
 from shoal.table.hosting import hosted_spec

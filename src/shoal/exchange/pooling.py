@@ -18,10 +18,8 @@ from shoal.ops import (
     fused_gather_embeddings_by_input,
     fused_gather_embeddings_by_input_gradient,
 )
-from shoal.ops.checks import check_layout
 from shoal.ops.dispatch import backend_on, checks_bounds
-from shoal.ops.layout import layout_backward, layout_forward
-from shoal.ops.reference import layout as reference
+from shoal.ops.layout import layout_added, layout_backward, layout_forward
 from shoal.ragged import KeyedRagged
 
 if TYPE_CHECKING:
@@ -140,12 +138,9 @@ class ReceivedRows:
                     buffers = self._scaled(layout, rows, (starts, offsets_N, ordered))
                 else:
                     buffers = [rows[buffer] for buffer in layout.buffers]
-                # Rare, and only there: implementations add pooled rows to what others wrote.
-                forward = reference.layout_forward if tables.sequences_add else layout_forward
+                forward = layout_added if tables.sequences_add else layout_forward  # rare
                 cells = self._cells_of(layout, ordered.batch_size, device)
                 call = tables.on(device).call(*index, cells, [ordered.batch_size])
-                if tables.sequences_add and (device.type == "cpu" or checks_bounds()):
-                    check_layout(buffers, *call)
                 outputs = forward(buffers, *call)
             for output, first, stop in () if tables.sequences_add else tables.gaps:
                 outputs[output][:, first:stop] = 0

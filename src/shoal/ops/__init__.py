@@ -11,15 +11,7 @@ from shoal.ops.flat import (
     fused_gather_embeddings_by_input_gradient,
 )
 from shoal.ops.ids import Dedup, dedup, dedup_into, fused_value_rowids, normalize_merged_split
-from shoal.ops.layout import (
-    Layout,
-    fused_embedding_to_layout,
-    fused_embedding_to_layout_grad,
-    pooled_layout,
-)
-from shoal.ops.layout_plan import FeatureConfig, FeatureConfigs, LayoutIndex, OutConfig, SliceConfig
-from shoal.ops.monolith_layout import MonolithOffsets
-from shoal.ops.reorder import (
+from shoal.ops.ids_by_shard import (
     FusedReorder,
     Reorder,
     ShardBy,
@@ -32,6 +24,14 @@ from shoal.ops.reorder import (
     unique_key_with_value_and_offset,
     unique_key_with_value_and_offset_into,
 )
+from shoal.ops.layout import (
+    Layout,
+    fused_embedding_to_layout,
+    fused_embedding_to_layout_grad,
+    pooled_layout,
+)
+from shoal.ops.layout_plan import FeatureConfig, FeatureConfigs, LayoutIndex, OutConfig, SliceConfig
+from shoal.ops.monolith_layout import MonolithOffsets
 from shoal.ops.rows import (
     GatheredRows,
     gather_embeddings_by_ids_gradient_back_prop,
@@ -42,7 +42,6 @@ from shoal.ops.rows import (
     match_rows,
     scatter_rows,
 )
-from shoal.ops.segment_rows import row_ids, segment_first_n
 from shoal.ops.segments import (
     fused_reduce_and_split_gpu,
     fused_reduce_sum_and_split,
@@ -51,6 +50,8 @@ from shoal.ops.segments import (
     reduce_mean_sqrtn,
     reduce_sqrtn,
     reduce_sum,
+    row_ids,
+    segment_first_n,
     segment_l2,
     segment_mean,
     segment_offsets,

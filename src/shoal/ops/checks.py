@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.address import check_dense
 from shoal.errors import DTypeError, InputError, ShapeError
-from shoal.ops.dispatch import one_device
 
 
 def check_ids(op: str, name: str, tensor: Tensor, *, dims: Sequence[int] | None = (1,)) -> None:
@@ -40,7 +38,7 @@ def check_outs(op: str, like: Tensor, **outs: tuple[Tensor, Sequence[int]]) -> N
         if out.shape != shape or not out.is_contiguous():
             got = f"{tuple(out.shape)}, strides {tuple(out.stride())}"
             raise shape_error(op, f"shape of {name}", got, f"{shape}, contiguous")
-    one_device(op, input=like, **{name: out for name, (out, _) in outs.items()})
+    check_devices(op, input=like, **{name: out for name, (out, _) in outs.items()})
 
 
 def shape_error(op: str, what: str, got: object, allowed: object) -> ShapeError:
@@ -119,57 +117,26 @@ def check_devices(op: str, **tensors: Tensor | Sequence[Tensor]) -> None:
     Raises:
         InputError: there are several.
     """
-    named = {
-        name if single else f"{name}[{i}]": tensor
-        for name, entry in tensors.items()
-        for single in [isinstance(entry, Tensor)]
-        for i, tensor in enumerate([entry] if isinstance(entry, Tensor) else entry)
-    }
-    one_device(op, **named)
+    named = {name: entry for name, entry in tensors.items() if isinstance(entry, Tensor)}
+    for name, entry in tensors.items():
+        if name not in named:
+            named |= {f"{name}[{i}]": tensor for i, tensor in enumerate(entry)}
+    if len({tensor.device for tensor in named.values()}) > 1:
+        got = ", ".join(f"{name} on {tensor.device}" for name, tensor in named.items())
+        allowed = "one device for all arguments"
+        raise InputError(f"{op}: devices", got, allowed, remedy="Move them with .to().")
 
 
 def missing_id(what: str, at: int, got: int) -> InputError:
     """An id that no row has."""
-    return InputError(
-        f"{what}[{at}]",
-        got=f"id {got}",
-        allowed="an id that ids holds",
-        remedy="Look up every id of the input, or drop this one.",
-    )
+    remedy = "Look up every id of the input, or drop this one."
+    return InputError(f"{what}[{at}]", f"id {got}", "an id that ids holds", remedy)
 
 
 def bad_row_index(what: str, at: int, got: int, size: int) -> InputError:
     """An index or offset outside its range."""
-    return InputError(
-        f"{what}[{at}]",
-        got=got,
-        allowed=f"0 to {size - 1}" if size > 0 else "none: there is nothing to name",
-        remedy="Check what made the indices.",
-    )
-
-
-def check_match_values(what: str, ids_M: Tensor, query_N: Tensor) -> None:
-    """Require that every query has a row.
-
-    Raises:
-        InputError: one has none; names the first.
-    """
-    missing_N = torch.isin(query_N, ids_M, invert=True)
-    if bool(missing_N.any()):
-        at = int(missing_N.int().argmax())
-        raise missing_id(what, at, int(query_N[at]))
-
-
-def check_index_values(what: str, index_N: Tensor, size: int) -> None:
-    """Require 0 <= index < size.
-
-    Raises:
-        InputError: one is outside; names the first.
-    """
-    bad_N = (index_N < 0) | (index_N >= size)
-    if bool(bad_N.any()):
-        at = int(bad_N.int().argmax())
-        raise bad_row_index(what, at, int(index_N[at]), size)
+    allowed = f"0 to {size - 1}" if size > 0 else "none: there is nothing to name"
+    return InputError(f"{what}[{at}]", got, allowed, remedy="Check what made the indices.")
 
 
 Length = int | torch.SymInt | Sequence[int]
@@ -184,7 +151,7 @@ def check_segments(op: str, rows_ND: Tensor, offsets_B1: Tensor) -> None:
     check_rows(op, "rows", rows_ND, floating=True)
     check_offsets(op, offsets_B1)
     if rows_ND.device != offsets_B1.device:
-        one_device(op, rows=rows_ND, offsets=offsets_B1)
+        check_devices(op, rows=rows_ND, offsets=offsets_B1)
 
 
 def check_offsets(op: str, offsets_B1: Tensor) -> None:
@@ -218,7 +185,7 @@ def check_grouped(op: str, indices_M1: Tensor, values_MD: Tensor) -> Tensor:
         remedy = "Give one index per value."
         raise ShapeError(f"{op}: number of indices", indices_M1.shape[0], allowed, remedy)
     if indices_M1.device != values_MD.device:
-        one_device(op, indices=indices_M1, values=values_MD)
+        check_devices(op, indices=indices_M1, values=values_MD)
     return indices_M1.reshape(-1)
 
 
@@ -267,19 +234,13 @@ def read_offsets(op: str, offsets_B1: Tensor, rows: int) -> None:
         ShapeError: they do not.
     """
     cuts = offsets_B1.detach().cpu()
-    at = _broken_at(cuts, rows)
-    if at is not None:
-        raise bad_offset(op, cuts, rows, at)
-
-
-def _broken_at(cuts: Tensor, end: int) -> int | None:
-    """Where offsets do not start at 0, fall, leave 0..end or miss the end; None: nowhere."""
+    wrong = (cuts[1:] < cuts[:-1]) | (cuts[1:] > rows)
     if int(cuts[0]) != 0:
-        return 0
-    if int(cuts[-1]) != end:
-        return cuts.numel() - 1
-    wrong = (cuts[1:] < cuts[:-1]) | (cuts[1:] > end)
-    return int(wrong.nonzero()[0]) + 1 if bool(wrong.any()) else None
+        raise bad_offset(op, cuts, rows, 0)
+    if int(cuts[-1]) != rows:
+        raise bad_offset(op, cuts, rows, cuts.numel() - 1)
+    if bool(wrong.any()):
+        raise bad_offset(op, cuts, rows, int(wrong.nonzero()[0]) + 1)
 
 
 def bad_offset(op: str, offsets_B1: Tensor, rows: int, at: int) -> ShapeError:
@@ -295,21 +256,6 @@ def bad_offset(op: str, offsets_B1: Tensor, rows: int, at: int) -> ShapeError:
     return ShapeError(
         f"{op}: offset {at}", got, allowed, "Offsets rise from 0 to the number of rows."
     )
-
-
-def read_index(op: str, index_M: Tensor, length: int, indices_sorted: bool) -> None:
-    """Indices from 0 to length-1, never falling if they are said to be sorted.
-
-    Raises:
-        InputError: they are not.
-    """
-    index = index_M.detach().cpu()
-    outside = (index < 0) | (index >= length)
-    if bool(outside.any()):
-        raise bad_segment_index(op, index, length, int(outside.nonzero()[0]))
-    falls = index.diff() < 0
-    if indices_sorted and bool(falls.any()):
-        raise bad_segment_index(op, index, length, int(falls.nonzero()[0]) + 1)
 
 
 def bad_segment_index(op: str, index_M: Tensor, length: int, at: int) -> InputError:
@@ -395,13 +341,7 @@ def check_flat_offsets(
 
 
 def map_error(
-    fault: int,
-    at: int,
-    positions_N: Tensor,
-    offsets_V: Tensor,
-    keys: int,
-    length: int,
-    size: int,
+    fault: int, at: int, positions_N: Tensor, offsets_V: Tensor, keys: int, length: int, size: int
 ) -> InputError:
     """Words for a fault of an offset map, by the core's number."""
     op = "fill_with_offset_map"
@@ -418,41 +358,6 @@ def map_error(
     name = "pos.offsets_B1" if fault == 1 else "value_offset splits"
     allowed = f"0, never falling, {ends} at the end"
     return ShapeError(f"{op}: {name}", got=f"a break at [{at}]", allowed=allowed, remedy=_REMEDY)
-
-
-def check_map_values(*offset_map: Any) -> None:
-    """Require a map that fits its value and its buffer.
-
-    offset_map: positions, splits, offsets and offset splits, dims, and elements of both.
-
-    Raises:
-        InputError: it does not; names the first fault.
-    """
-    positions_N, splits_K1, offsets_V, offset_splits_U1, dims, length, size = offset_map
-    keys = offset_splits_U1.numel() - 1
-
-    def fail(fault: int, at: int) -> InputError:
-        return map_error(fault, at, positions_N, offsets_V, keys, length, size)
-
-    bad = _broken_at(splits_K1.cpu(), positions_N.numel())
-    if bad is not None:
-        raise fail(1, bad)
-    counts = splits_K1.diff().tolist()
-    elements = sum(count * dim for count, dim in zip(counts, dims, strict=True))
-    if elements != length:
-        raise fail(2, elements)
-    bad = _broken_at(offset_splits_U1.cpu(), offsets_V.numel())
-    if bad is not None:
-        raise fail(4, bad)
-    offsets, offset_splits, row = offsets_V.tolist(), offset_splits_U1.tolist(), 0
-    for count, dim in zip(counts, dims, strict=True):
-        for key in positions_N[row : row + count].tolist():
-            if not 0 <= key < keys:
-                raise fail(3, row)
-            for at in range(offset_splits[key], offset_splits[key + 1]):
-                if not 0 <= offsets[at] <= size - dim:
-                    raise fail(5, at)
-            row += 1
 
 
 _OP = "fused_embedding_to_layout"

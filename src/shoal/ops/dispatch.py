@@ -1,11 +1,12 @@
-"""Operators `torch.ops.shoal.*`: one definition, four implementations, one gradient."""
+"""Operators `torch.ops.shoal.*`: one definition, core and kernels, one gradient."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Literal, get_args
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from shoal import _core
-from shoal.errors import DeviceUnavailable, InputError, unknown_name
+from shoal.errors import DeviceUnavailable, unknown_name
 
 # From here on memory is kept for the next output of its size: fresh pages cost more than filling
 # them.
@@ -40,25 +41,27 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.contiguous()
 
 
-Backend = Literal["reference", "core", "triton"]
+Backend = Literal["core", "triton"]
 Implementation = Callable[..., Any]
+Forced = Backend | Mapping[str, Implementation]
 
 _LIBRARY: Any = torch.library.Library("shoal", "FRAGMENT")  # type: ignore[no-untyped-call]
-_FORCED: ContextVar[Backend | None] = ContextVar("shoal_ops_backend", default=None)
+_FORCED: ContextVar[Forced | None] = ContextVar("shoal_ops_backend", default=None)
 _bounds_checks = False
 
 
 @contextlib.contextmanager
-def forced(backend: Backend) -> Iterator[None]:
-    """Inside, operators on CPU and CUDA tensors run one named implementation.
+def forced(backend: Forced) -> Iterator[None]:
+    """Inside, operators on CPU and CUDA tensors run one named implementation, or given functions.
 
     For tests, and for finding out which implementation is wrong. "core" takes CPU tensors only;
-    "triton" takes CPU tensors only under `TRITON_INTERPRET=1`.
+    "triton" takes CPU tensors only under `TRITON_INTERPRET=1`. Functions are given by the name of
+    the operator whose arguments they take; operators that are not named run as ever.
 
     Raises:
         UnknownName: no such backend.
     """
-    if backend not in get_args(Backend):
+    if not isinstance(backend, Mapping) and backend not in get_args(Backend):
         raise unknown_name("backend", backend, get_args(Backend))
     token = _FORCED.set(backend)
     try:
@@ -67,7 +70,7 @@ def forced(backend: Backend) -> Iterator[None]:
         _FORCED.reset(token)
 
 
-def backend_on(device: torch.device) -> Backend:
+def backend_on(device: torch.device) -> Forced:
     """What operators on tensors of a CPU or CUDA device run."""
     return _FORCED.get() or ("triton" if device.type == "cuda" else "core")
 
@@ -101,7 +104,6 @@ def bounds_checks(enabled: bool = True) -> Iterator[None]:
 def operator(
     schema: str,
     *,
-    reference: Implementation,
     core: Implementation,
     triton: str,
     fake: Implementation,
@@ -113,12 +115,12 @@ def operator(
 
     Args:
         schema: as `torch.library.define` takes it, without the namespace.
-        reference, core: plain torch, and the compiled core on CPU tensors.
+        core: the compiled core, on CPU tensors.
         triton: "module:function" in `shoal.kernels`, loaded at its first call.
         fake: output shapes without data.
         check: raises for bad values in index and offset tensors; takes the operator's arguments.
-            Runs before the reference and before Triton (on CUDA only when `set_bounds_checks` is
-            on). The core checks values itself, in its own pass, and raises the same errors.
+            Runs before all but the core (on CUDA only when `set_bounds_checks` is on), which checks
+            values itself, in its own pass, and raises the same errors.
         gradient: backward and setup_context, as `torch.library.register_autograd` takes them;
             none for operators on ids alone.
         from_host: its launcher sends addresses or sizes from the host, so that a captured CUDA
@@ -126,28 +128,28 @@ def operator(
     """
     name = schema.split("(", 1)[0].strip()
     _LIBRARY.define(schema, tags=(torch.Tag.cudagraph_unsafe,) if from_host else ())
-    kernel = _lazy(triton)
-    table: dict[Backend, Implementation] = {
-        "reference": reference,
-        "core": core,
-        "triton": kernel,
-    }
+    table: dict[Backend, Implementation] = {"core": core, "triton": _lazy(triton)}
+
+    def run(default: Backend, checked: bool, args: Sequence[Any]) -> Any:
+        chosen = _FORCED.get() or default
+        work = chosen.get(name, table[default]) if isinstance(chosen, Mapping) else table[chosen]
+        if checked and check is not None and work is not core:
+            check(*args)
+        return work(*args)
 
     def on_cpu(*args: Any) -> Any:
-        backend = _FORCED.get() or "core"
-        return _run(table[backend], None if backend == "core" else check, args)
+        return run("core", True, args)
 
     def on_cuda(*args: Any) -> Any:
-        backend = _FORCED.get() or "triton"
-        if backend == "core":
-            raise _core_on_cuda(name)
-        values = check if _bounds_checks else None
+        if _FORCED.get() == "core":
+            what, remedy = f"{name}: backend 'core'", "Move them with .cpu(), or do not force it."
+            raise DeviceUnavailable(what, "CUDA tensors", "CPU tensors", remedy)
         # Triton launches on the current device, whatever device its arguments lie on.
         device = _cuda_device(args)
         if device is None or device.index == torch.cuda.current_device():
-            return _run(table[backend], values, args)
+            return run("triton", _bounds_checks, args)
         with torch.cuda.device(device):
-            return _run(table[backend], values, args)
+            return run("triton", _bounds_checks, args)
 
     _LIBRARY.impl(name, on_cpu, "CPU")
     _LIBRARY.impl(name, on_cuda, "CUDA")
@@ -201,12 +203,6 @@ def _all_plain(args: Iterable[Any], grad: bool) -> bool:
     return True
 
 
-def _run(work: Implementation, check: Implementation | None, args: Sequence[Any]) -> Any:
-    if check is not None:
-        check(*args)
-    return work(*args)
-
-
 def _cuda_device(args: Iterable[Any]) -> torch.device | None:
     """Device of the first CUDA tensor among the arguments and their lists."""
     for arg in args:
@@ -217,52 +213,28 @@ def _cuda_device(args: Iterable[Any]) -> torch.device | None:
     return None
 
 
-def _core_on_cuda(name: str) -> DeviceUnavailable:
-    return DeviceUnavailable(
-        f"{name}: backend 'core'",
-        got="CUDA tensors",
-        allowed="CPU tensors",
-        remedy="Move them with .cpu(), or do not force this backend.",
-    )
-
-
 def _lazy(target: str) -> Implementation:
     module, function = target.split(":")
-    loaded: list[Implementation] = []
 
-    def call(*args: Any) -> Any:
-        if not loaded:
-            loaded.append(getattr(_kernels(module), function))
-        return loaded[0](*args)
+    @functools.cache
+    def loaded() -> Any:
+        try:
+            importlib.import_module("triton")
+        except ImportError as error:
+            allowed = "the version that matches torch"
+            remedy = "Install torch with CUDA, which brings Triton, or use CPU tensors."
+            raise DeviceUnavailable("Triton", "not installed", allowed, remedy) from error
+        return getattr(importlib.import_module(f"shoal.kernels.{module}"), function)
 
-    return call
-
-
-def _kernels(module: str) -> Any:
-    try:
-        importlib.import_module("triton")
-    except ImportError as error:
-        raise DeviceUnavailable(
-            "Triton",
-            got="not installed",
-            allowed="the version that matches torch",
-            remedy="Install torch with CUDA, which brings Triton, or use CPU tensors.",
-        ) from error
-    return importlib.import_module(f"shoal.kernels.{module}")
+    return lambda *args: loaded()(*args)
 
 
-def one_device(op: str, **tensors: Tensor) -> torch.device:
-    """The device all arguments share.
+def by_core(core: Implementation) -> Implementation:
+    """A check of values by the core on the host's copies: for arguments that are ids or offsets."""
 
-    Raises:
-        InputError: they lie on several devices.
-    """
-    device = next(iter(tensors.values())).device
-    if any(tensor.device != device for tensor in tensors.values()):
-        raise InputError(
-            f"{op}: devices",
-            got=", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items()),
-            allowed="one device for all arguments",
-            remedy="Move them with .to().",
-        )
-    return device
+    def on_host(value: Any) -> Any:
+        if isinstance(value, list):
+            return [on_host(one) for one in value]
+        return value.cpu() if isinstance(value, Tensor) else value
+
+    return lambda *args: core(*map(on_host, args))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,13 +21,11 @@ from shoal.ops.checks import (
     check_gradients,
     check_ids,
     check_lists,
-    check_map_values,
     check_same_dtype,
     map_error,
 )
 from shoal.ops.dispatch import fresh, operator, widened
-from shoal.ops.reference import rows as reference
-from shoal.ops.reorder import ValueOffset
+from shoal.ops.ids_by_shard import ValueOffset
 from shoal.ragged import Ragged
 
 _GATHER_OFFSETS = "fused_gather_embeddings_by_input: fused_embedding_offsets"
@@ -76,28 +75,27 @@ def _core_scatter(
 
 
 def _with_map(
-    run: Any,
-    tensors: Sequence[Tensor],
-    dims: Sequence[int],
-    value: Tensor,
-    buffer_E: Tensor,
-    *how: int,
+    run: Any, tensors: Sequence[Tensor], dims: Sequence[int], length: int, size: int, *how: int
 ) -> None:
-    """Fill the buffer or sum it into the value, by a map that the core checks."""
+    """Run by a map that the core checks, of values of `length` and a buffer of `size` elements."""
     tensors = [tensor.contiguous() for tensor in tensors]
     addresses, counts = [address(part) for part in tensors], [part.numel() for part in tensors]
-    length, size = value.numel(), buffer_E.numel()
-    places = address(value), length, address(buffer_E), size
-    fault, at = run(addresses, counts, dims, *places, *how, torch.get_num_threads())
+    fault, at = run(addresses, counts, dims, length, size, *how, torch.get_num_threads())
     if fault:
         keys = tensors[3].numel() - 1
         raise map_error(fault, at, tensors[0], tensors[2], keys, length, size)
 
 
+def _check_map(*offset_map: Any) -> None:
+    *tensors, dims, length, size = offset_map
+    _with_map(core.check_map, [tensor.cpu() for tensor in tensors], dims, length, size)
+
+
 def _core_fill(buffer_E: Tensor, value: Tensor, *offset_map: Any) -> None:
     *tensors, dims = offset_map
     value = value.contiguous()
-    _with_map(core.fill_offsets, tensors, dims, value, buffer_E, value.element_size())
+    places = address(value), address(buffer_E), value.element_size()
+    _with_map(core.fill_offsets, tensors, dims, value.numel(), buffer_E.numel(), *places)
 
 
 def _core_sum(buffer_E: Tensor, *offset_map: Any) -> Tensor:
@@ -105,13 +103,8 @@ def _core_sum(buffer_E: Tensor, *offset_map: Any) -> Tensor:
     wide_E = widened(buffer_E)
     value = fresh(length, dtype=wide_E.dtype)
     run = core.sum_offsets_f64 if value.dtype is torch.float64 else core.sum_offsets_f32
-    _with_map(run, tensors, dims, value, wide_E)
+    _with_map(run, tensors, dims, length, wide_E.numel(), address(value), address(wide_E))
     return value.to(buffer_E.dtype)
-
-
-def _reference_fill(buffer_E: Tensor, value: Tensor, *offset_map: Any) -> None:
-    source, target = reference.offset_map_places(*offset_map)
-    buffer_E[target] = value[source]
 
 
 def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -158,7 +151,6 @@ def _sum_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 gather_flat = operator(
     "gather_flat(Tensor flat_E, Tensor[] offsets, SymInt[] dims) -> Tensor[]",
     from_host=True,
-    reference=reference.gather_flat,
     core=_core_gather,
     triton="flat_rows:gather_flat",
     fake=lambda flat_E, offsets, dims: [
@@ -172,7 +164,6 @@ gather_flat = operator(
 scatter_flat = operator(
     "scatter_flat(Tensor[] grads, Tensor[] offsets, SymInt size, float scale) -> Tensor",
     from_host=True,
-    reference=reference.scatter_flat,
     core=_core_scatter,
     triton="flat_rows:scatter_flat",
     fake=lambda grads, offsets, size, scale: grads[0].new_empty(size),
@@ -185,22 +176,20 @@ _MAP = "Tensor positions_N, Tensor splits_K1, Tensor offsets_V, Tensor offset_sp
 fill_offsets = operator(
     f"fill_offsets_(Tensor(a!) buffer_E, Tensor value, {_MAP}) -> ()",
     from_host=True,
-    reference=_reference_fill,
     core=_core_fill,
     triton="flat_rows:fill_offsets",
     fake=lambda *_: None,
-    check=lambda buffer_E, value, *offset_map: check_map_values(
+    check=lambda buffer_E, value, *offset_map: _check_map(
         *offset_map, value.numel(), buffer_E.numel()
     ),
 )
 sum_offsets = operator(
     f"sum_offsets(Tensor buffer_E, {_MAP}, SymInt length) -> Tensor",
     from_host=True,
-    reference=reference.sum_offsets,
     core=_core_sum,
     triton="flat_rows:sum_offsets",
     fake=lambda buffer_E, *rest: buffer_E.new_empty(rest[-1]),
-    check=lambda buffer_E, *offset_map: check_map_values(*offset_map, buffer_E.numel()),
+    check=lambda buffer_E, *offset_map: _check_map(*offset_map, buffer_E.numel()),
     gradient=(_sum_backward, _setup_sum),
 )
 
@@ -359,16 +348,10 @@ def fill_with_offset_map(
     if splits_U1.shape[0] < 1:
         raise ShapeError(f"{op}: value_offset splits", "[0]", "[U+1]", "Splits start with a 0.")
     if not value_buffer.is_contiguous():
-        raise ShapeError(
-            f"{op}: value_buffer", "strides", "contiguous", "Make it with torch.empty."
-        )
-    check_devices(
-        op,
-        pos=pos.values,
-        value=value,
-        value_offset=[offsets_V, splits_U1],
-        value_buffer=value_buffer,
-    )
+        remedy = "Make it with torch.empty."
+        raise ShapeError(f"{op}: value_buffer", "strides", "contiguous", remedy)
+    offset = [offsets_V, splits_U1]
+    check_devices(op, pos=pos.values, value=value, value_offset=offset, value_buffer=value_buffer)
     fill_offsets(value_buffer, value, pos.values, pos.offsets_B1, offsets_V, splits_U1, dims)
     return value_buffer
 
@@ -398,9 +381,7 @@ def finalize_shared_tensor(
     if buffer_E.dtype != dtype:
         remedy = "Make the buffer in the dtype you want."
         raise DTypeError(f"{op}: dtype", got=buffer_E.dtype, allowed=dtype, remedy=remedy)
-    known = 1
-    for length in shape:
-        known *= length if length >= 0 else 1
+    known = math.prod([length for length in shape if length >= 0])
     free = sum(length < 0 for length in shape)
     fits = known == buffer_E.numel() if free == 0 else known > 0 and buffer_E.numel() % known == 0
     if free > 1 or not fits:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,13 +11,15 @@ from torch import Tensor
 from shoal._core import ops as core
 from shoal.address import address
 from shoal.errors import ShapeError
-from shoal.ops.checks import check_ids, check_outs, shape_error
-from shoal.ops.dispatch import fresh, one_device, operator
-from shoal.ops.reference import ids as reference
-from shoal.ops.segment_rows import all_row_ids
+from shoal.ops.checks import check_devices, check_ids, check_outs, shape_error
+from shoal.ops.dispatch import by_core, fresh, operator
+from shoal.ops.segments import all_row_ids
 from shoal.ragged import Ragged
 
 GOOD = -1  # what the core returns when it found nothing wrong
+
+# Row numbers by identity of their offsets, and what state these were in; gone with the offsets.
+_kept_rowids: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...], Tensor]] = {}
 
 
 class Dedup(NamedTuple):
@@ -77,7 +78,7 @@ def dedup_into(
         inverse_out_N=(inverse_out_N, ids_N.shape),
         size_out_1=(size_out_1, (1,)),
     )
-    _dedup_into(ids_N, ids_out_N, counts_out_N, inverse_out_N, size_out_1)
+    dedup_heads(ids_N, ids_out_N, counts_out_N, inverse_out_N, size_out_1)
 
 
 def fused_value_rowids(ragged: Ragged) -> Tensor:
@@ -98,7 +99,17 @@ def fused_value_rowids(ragged: Ragged) -> Tensor:
 
 def value_rowids(op: str, ragged: Ragged) -> Tensor:
     """`fused_value_rowids` for an operation whose errors name it."""
-    return _rowids_cache.of(op, ragged.offsets_B1, ragged.values.numel())
+    offsets_B1, n = ragged.offsets_B1, ragged.values.numel()
+    if not _may_keep(offsets_B1):
+        return all_row_ids(offsets_B1, n, op)  # type: ignore[no-any-return]
+    key, state = id(offsets_B1), (offsets_B1._version, _stream_of(offsets_B1), n)
+    kept = _kept_rowids.get(key)
+    if kept and kept[0]() is offsets_B1 and kept[1] == state and kept[2]._version == 0:
+        return kept[2]
+    rowids_N: Tensor = all_row_ids(offsets_B1, n, op)
+    gone = weakref.ref(offsets_B1, lambda _: _kept_rowids.pop(key, None))
+    _kept_rowids[key] = gone, state, rowids_N
+    return rowids_N
 
 
 def normalize_merged_split(row_splits_T: Tensor, sizes_P: Tensor) -> Tensor:
@@ -117,34 +128,11 @@ def normalize_merged_split(row_splits_T: Tensor, sizes_P: Tensor) -> Tensor:
     op = "normalize_merged_split"
     check_ids(op, "row_splits_T", row_splits_T)
     check_ids(op, "sizes_P", sizes_P)
-    one_device(op, row_splits_T=row_splits_T, sizes_P=sizes_P)
+    check_devices(op, row_splits_T=row_splits_T, sizes_P=sizes_P)
     if not 1 <= sizes_P.numel() <= row_splits_T.numel():
         got = f"{row_splits_T.numel()} splits in {sizes_P.numel()} parts"
         raise shape_error(op, "lengths", got, "1 or more parts of 1 or more splits")
     return _normalize_merged_split(row_splits_T, sizes_P)  # type: ignore[no-any-return]
-
-
-class _RowidsCache:
-    """Row numbers by identity of the offsets tensor; an entry dies with its tensor."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, tuple[weakref.ref[Tensor], int, int, Tensor]] = {}
-
-    def of(self, op: str, offsets_B1: Tensor, n: int) -> Tensor:
-        if not _may_keep(offsets_B1):
-            return all_row_ids(offsets_B1, n, op)  # type: ignore[no-any-return]
-        key, stream = id(offsets_B1), _stream_of(offsets_B1)
-        kept = self._kept.get(key)
-        if kept is not None:
-            ref, version, kept_stream, kept_N = kept
-            unwritten = version == offsets_B1._version and kept_N._version == 0
-            same = ref() is offsets_B1 and kept_stream == stream and kept_N.numel() == n
-            if same and unwritten:
-                return kept_N
-        rowids_N: Tensor = all_row_ids(offsets_B1, n, op)
-        gone = weakref.ref(offsets_B1, lambda _: self._kept.pop(key, None))
-        self._kept[key] = (gone, offsets_B1._version, stream, rowids_N)
-        return rowids_N
 
 
 def _may_keep(offsets_B1: Tensor) -> bool:
@@ -179,13 +167,6 @@ def _core_dedup_into(*arguments: Tensor) -> None:
     _core_dedup(*arguments)
 
 
-def write_heads(found: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-    """Results into the heads of given tensors, and the length of the first into the last."""
-    for part, out in zip(found, outs, strict=False):
-        out[: part.numel()] = part
-    outs[-1].fill_(found[0].numel())
-
-
 def _fake_dedup(ids_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     size = torch.library.get_ctx().new_dynamic_size()
     return ids_N.new_empty(size), ids_N.new_empty(size), ids_N.new_empty(ids_N.numel())
@@ -193,16 +174,14 @@ def _fake_dedup(ids_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 _dedup = operator(
     "dedup(Tensor ids_N) -> (Tensor, Tensor, Tensor)",
-    reference=reference.dedup,
     core=_core_dedup,
     triton="ids:dedup",
     fake=_fake_dedup,
 )
 
-_dedup_into = operator(
+dedup_heads = operator(
     "dedup_into(Tensor ids_N, Tensor(a!) ids_out_N, Tensor(b!) counts_out_N, "
     "Tensor(c!) inverse_out_N, Tensor(d!) size_out_1) -> ()",
-    reference=lambda ids_N, *outs: write_heads(reference.dedup(ids_N), outs),
     core=_core_dedup_into,
     triton="ids:dedup_into",
     fake=lambda *_: None,
@@ -219,21 +198,6 @@ def _split_error(splits_T: Tensor, sizes_P: Tensor, bad: int) -> ShapeError:
     return shape_error(op, f"row_splits_T[{bad}]", splits_T[bad].item(), allowed)
 
 
-def _check_normalize_merged_split(splits_T: Tensor, sizes_P: Tensor) -> None:
-    total, ends_P = splits_T.numel(), sizes_P.cumsum(0)
-    bad_P = (sizes_P < 1) | (ends_P > total)
-    bad_P[-1] |= ends_P[-1] != total
-    places = bad_P.nonzero()
-    if places.numel():
-        raise _split_error(splits_T, sizes_P, total + int(places[0]))
-    bad_T = splits_T.diff(prepend=splits_T.new_zeros(1)) < 0
-    starts_P = ends_P - sizes_P
-    bad_T[starts_P] = splits_T[starts_P] != 0
-    places = bad_T.nonzero()
-    if places.numel():
-        raise _split_error(splits_T, sizes_P, int(places[0]))
-
-
 def _core_normalize_merged_split(splits_T: Tensor, sizes_P: Tensor) -> Tensor:
     splits_T, sizes_P = splits_T.contiguous(), sizes_P.contiguous()
     total, parts = splits_T.numel(), sizes_P.numel()
@@ -248,11 +212,8 @@ def _core_normalize_merged_split(splits_T: Tensor, sizes_P: Tensor) -> Tensor:
 
 _normalize_merged_split = operator(
     "normalize_merged_split(Tensor row_splits_T, Tensor sizes_P) -> Tensor",
-    reference=reference.normalize_merged_split,
     core=_core_normalize_merged_split,
     triton="ids:normalize_merged_split",
     fake=lambda splits_T, sizes_P: splits_T.new_empty(splits_T.numel() + 1 - sizes_P.numel()),
-    check=_check_normalize_merged_split,
+    check=by_core(_core_normalize_merged_split),
 )
-
-_rowids_cache = _RowidsCache()

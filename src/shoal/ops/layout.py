@@ -14,18 +14,17 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from shoal import _core
-from shoal.address import address, fresh_address
-from shoal.errors import InputError, ShapeError, unknown_name
-from shoal.lookup import LayoutCall
+from shoal._core import ops as core
+from shoal.address import address, check_dense, fresh_address
+from shoal.errors import DTypeError, InputError, ShapeError, unknown_name
+from shoal.lookup import ALONE, BY_ROW, LayoutCall
 from shoal.ops.checks import check_layout
 from shoal.ops.dispatch import operator
-from shoal.ops.layout_arguments import forward_arguments, gradient_arguments, reshaped
 from shoal.ops.layout_plan import FeatureConfigs, LayoutIndex, OutType
-from shoal.ops.monolith_layout import MonolithOffsets
-from shoal.ops.reference import layout as reference
+from shoal.ops.monolith_layout import MonolithOffsets, decode_monolith
 
 Layout = OutType
+_OP = "fused_embedding_to_layout"
 
 
 def fused_embedding_to_layout(
@@ -58,10 +57,8 @@ def fused_embedding_to_layout(
     Gradient: to the buffers: `fused_embedding_to_layout_grad`.
     Monolith: `fused_embedding_to_layout`.
     """
-    outputs: list[Tensor] = layout_forward(
-        *forward_arguments(embeddings_list, offsets, feature_cfgs)
-    )
-    return outputs
+    arguments = forward_arguments(embeddings_list, offsets, feature_cfgs)
+    return layout_forward(*arguments)  # type: ignore[no-any-return]
 
 
 def fused_embedding_to_layout_grad(
@@ -94,12 +91,10 @@ def fused_embedding_to_layout_grad(
     Gradient: to layout_tensors_grad.
     Monolith: `fused_embedding_to_layout_grad`.
     """
-    grads: list[Tensor] = layout_backward(
-        *gradient_arguments(
-            layout_tensors_grad, embeddings_list, offsets, feature_cfgs, layout_tensors_grad_scale
-        )
-    )
-    return reshaped(grads, embeddings_list)
+    forward = embeddings_list, offsets, feature_cfgs
+    arguments = gradient_arguments(layout_tensors_grad, *forward, layout_tensors_grad_scale)
+    grads: list[Tensor] = layout_backward(*arguments)
+    return [grad.view(rows.shape) for grad, rows in zip(grads, embeddings_list, strict=True)]
 
 
 def pooled_layout(layout: Layout, slices: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -133,72 +128,150 @@ def pooled_layout(layout: Layout, slices: Sequence[Tensor]) -> tuple[Tensor, ...
     return (torch.stack(list(slices)).sum(dim=0),)
 
 
+def forward_arguments(
+    embeddings_list: Sequence[Tensor],
+    offsets: LayoutIndex | MonolithOffsets,
+    feature_cfgs: FeatureConfigs,
+) -> tuple[Any, ...]:
+    """Arguments of `shoal::layout_forward`, checked but for their values."""
+    buffers = list(embeddings_list)
+    return buffers, *_call(_OP, buffers, offsets, feature_cfgs)
+
+
+def gradient_arguments(
+    layout_tensors_grad: Sequence[Tensor | None],
+    embeddings_list: Sequence[Tensor],
+    offsets: LayoutIndex | MonolithOffsets,
+    feature_cfgs: FeatureConfigs,
+    scale: float | Tensor | None,
+) -> tuple[Any, ...]:
+    """Arguments of `shoal::layout_backward`, checked but for their values."""
+    op, buffers = f"{_OP}_grad", list(embeddings_list)
+    call = _call(op, buffers, offsets, feature_cfgs)
+    if len(call.batch_sizes) != 1:
+        got, remedy = len(call.batch_sizes), "Several requests in one call are for serving."
+        raise InputError(f"{op}: requests", got, "one", remedy)
+    shapes = _output_shapes(call.batch_sizes, call.shapes)
+    grads = _grads(op, layout_tensors_grad, shapes, buffers[0])
+    sizes = [buffer.numel() for buffer in buffers]
+    return grads, _scale(op, scale, buffers[0]), sizes, *call
+
+
+def _call(
+    op: str,
+    buffers: Sequence[Tensor],
+    offsets: LayoutIndex | MonolithOffsets,
+    feature_cfgs: FeatureConfigs,
+) -> LayoutCall:
+    _check_buffers(op, buffers)
+    index, device = offsets, buffers[0].device
+    if isinstance(index, MonolithOffsets):
+        index = decode_monolith(index, buffers, feature_cfgs)
+    if index.rows_N.device != device:
+        got, allowed = index.rows_N.device, f"{device}, as embeddings_list"
+        raise DTypeError(f"{op}: device of offsets", got, allowed, "Move them with .to().")
+    features = len(feature_cfgs.features)
+    if index.cells_RF.shape[1] != features:
+        number, remedy = index.cells_RF.shape[1], "Make the index with the same feature_cfgs."
+        raise ShapeError(f"{op}: features of cells_RF", number, features, remedy)
+    tables, cells = feature_cfgs.plan.on(device), (index.cell_splits_C1, index.cells_RF)
+    return tables.call(index.rows_N, index.buffer_N, *cells, index.batch_sizes)
+
+
+def _check_buffers(op: str, buffers: Sequence[Tensor]) -> None:
+    if not buffers:
+        raise InputError(f"{op}: embeddings_list", "no tensors", "one or more", "Pass the rows.")
+    first = buffers[0]
+    for i, tensor in enumerate(buffers):
+        name = f"embeddings_list[{i}]"
+        check_dense(f"{op}: {name}", tensor)
+        if not tensor.is_floating_point() or tensor.dtype != first.dtype:
+            allowed = "one floating dtype" if i == 0 else f"{first.dtype}, as embeddings_list[0]"
+            raise DTypeError(f"{op}: dtype of {name}", tensor.dtype, allowed, "Cast it.")
+        if tensor.device != first.device:
+            allowed, remedy = f"{first.device}, as embeddings_list[0]", "Move it with .to()."
+            raise DTypeError(f"{op}: device of {name}", tensor.device, allowed, remedy)
+    if first.dtype not in (torch.float32, torch.float64) and first.device.type == "cpu":
+        what, allowed = f"{op}: dtype of embeddings_list[0]", "float32 or float64 on the CPU"
+        raise DTypeError(what, first.dtype, allowed, "Call .float().")
+
+
+def _grads(
+    op: str, given: Sequence[Tensor | None], shapes: Sequence[Sequence[int]], like: Tensor
+) -> list[Tensor]:
+    """The gradients; one that is missing becomes an empty tensor, which counts as zeros."""
+    if len(given) != len(shapes):
+        what = f"{op}: layout_tensors_grad"
+        raise ShapeError(what, len(given), len(shapes), "Pass one per output.")
+    for i, (grad, shape) in enumerate(zip(given, shapes, strict=True)):
+        what = f"of layout_tensors_grad[{i}]"
+        if grad is None:
+            continue
+        if tuple(grad.shape) != tuple(shape):
+            got, want = tuple(grad.shape), tuple(shape)
+            raise ShapeError(f"{op}: shape {what}", got, want, "As the output.")
+        if grad.dtype != like.dtype or grad.device != like.device:
+            kinds = (grad.dtype, str(grad.device)), (like.dtype, str(like.device))
+            raise DTypeError(f"{op}: dtype and device {what}", *kinds, "As the rows.")
+    return [like.new_empty(0) if grad is None else grad for grad in given]
+
+
+def _scale(op: str, scale: float | Tensor | None, like: Tensor) -> Tensor | None:
+    if scale is None:
+        return None
+    if not isinstance(scale, Tensor):
+        return torch.full((), float(scale), dtype=like.dtype, device=like.device)
+    if scale.numel() != 1 or scale.device != like.device:
+        got, allowed = f"{scale.numel()} elements on {scale.device}", f"1 element on {like.device}"
+        raise ShapeError(f"{op}: layout_tensors_grad_scale", got, allowed, "Pass a scalar.")
+    return scale.detach().reshape(()).to(like.dtype)
+
+
 def _output_shapes(batch_sizes: Sequence[int], shapes: Sequence[int]) -> list[list[int]]:
     size = sum(batch_sizes)
     return [[size, *(n for n in shapes[i : i + 3] if n)] for i in range(0, len(shapes), 3)]
 
 
 def _core_forward(buffers: list[Tensor], *call: Any) -> list[Tensor]:
-    given = LayoutCall(*call)
+    given, dtype = LayoutCall(*call), buffers[0].dtype
     sources = [buffer.contiguous() for buffer in buffers]
-    like = sources[0]
-    outputs = [
-        torch.empty(shape, dtype=like.dtype, device="cpu")
-        for shape in _output_shapes(given.batch_sizes, given.shapes)
-    ]
-    read = [tensor.contiguous() for tensor in given[:6]]
-    good = _core.layout_forward(
-        [address(source) for source in sources],
-        [source.numel() for source in sources],
-        [address(tensor) for tensor in read],
-        _sizes(given),
-        given.batch_sizes,
-        [fresh_address(output) for output in outputs],
-        like.dtype == torch.float64,
-        torch.get_num_threads(),
-    )
-    if not good:
-        check_layout(buffers, *call)
-        raise _unexplained()
+    shapes = _output_shapes(given.batch_sizes, given.shapes)
+    outputs = [torch.empty(shape, dtype=dtype, device="cpu") for shape in shapes]
+    begins, floats = [address(part) for part in sources], [part.numel() for part in sources]
+    ends = begins, floats, [fresh_address(output) for output in outputs]
+    _run_core(core.layout_forward, ends, buffers, given, dtype)
     return outputs
 
 
 def _core_backward(
     grads: list[Tensor], scale: Tensor | None, sizes: list[int], *call: Any
 ) -> list[Tensor]:
-    given = LayoutCall(*call)
+    given, dtype = LayoutCall(*call), grads[0].dtype
     sources = [grad.contiguous() for grad in grads]
-    dtype = sources[0].dtype
     buffers = [torch.empty(size, dtype=dtype, device="cpu") for size in sizes]
-    read = [tensor.contiguous() for tensor in given[:6]]
-    good = _core.layout_backward(
-        [address(source) if source.numel() else 0 for source in sources],
-        1.0 if scale is None else float(scale),
-        [fresh_address(buffer) for buffer in buffers],
-        sizes,
-        [address(tensor) for tensor in read],
-        _sizes(given),
-        given.batch_sizes,
-        dtype == torch.float64,
-        torch.get_num_threads(),
-    )
-    if not good:
-        check_layout(sizes, *call)
-        raise _unexplained()
+    begins = [address(source) if source.numel() else 0 for source in sources]
+    factor = 1.0 if scale is None else float(scale)
+    ends = begins, factor, [fresh_address(buffer) for buffer in buffers], sizes
+    _run_core(core.layout_backward, ends, sizes, given, dtype)
     return buffers
 
 
-def _sizes(given: LayoutCall) -> list[int]:
-    """Numbers of ids, cells, features, slices and floats of slices, as the core takes them."""
+def _run_core(
+    run: Any,
+    ends: tuple[Any, ...],
+    buffers: Sequence[Tensor] | Sequence[int],
+    given: LayoutCall,
+    dtype: torch.dtype,
+) -> None:
+    """Lay rows out, or back, between these ends."""
+    read = [tensor.contiguous() for tensor in given[:6]]
     ids, cells = given.rows_N.shape[0], given.cell_splits.shape[0] - 1
-    return [ids, cells, given.features.shape[0], given.slices.shape[0], given.limits[1]]
-
-
-def _unexplained() -> InputError:
-    what = "fused_embedding_to_layout: offsets"
-    return InputError(
-        what, got="values out of range", allowed="ids' rows", remedy="Create them again."
-    )
+    sizes = [ids, cells, given.features.shape[0], given.slices.shape[0], given.limits[1]]
+    call = [address(tensor) for tensor in read], sizes, given.batch_sizes
+    if not run(*ends, *call, dtype == torch.float64, torch.get_num_threads()):
+        check_layout(buffers, *given)
+        what, got = f"{_OP}: offsets", "values out of range"
+        raise InputError(what, got, allowed="ids' rows", remedy="Create them again.")
 
 
 def _fake_forward(buffers: list[Tensor], *rest: Any) -> list[Tensor]:
@@ -215,9 +288,8 @@ def _setup_forward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 def _backward_of_forward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     if len(ctx.rest[0]) != 1:
-        what = "fused_embedding_to_layout: requests"
-        remedy = "Several requests in one call are for serving."
-        raise InputError(what, got=len(ctx.rest[0]), allowed="one for gradients", remedy=remedy)
+        got, remedy = len(ctx.rest[0]), "Several requests in one call are for serving."
+        raise InputError(f"{_OP}: requests", got, "one for gradients", remedy)
     like = next(grad for grad in grads if grad is not None)
     # An empty gradient counts as zeros: nothing is filled, nothing is read.
     given = [like.new_empty(0) if grad is None else grad for grad in grads]
@@ -255,7 +327,6 @@ _INDEX = (
 layout_forward = operator(
     f"layout_forward(Tensor[] buffers, {_INDEX}) -> Tensor[]",
     from_host=True,
-    reference=reference.layout_forward,
     core=_core_forward,
     triton="layout:layout_forward",
     fake=_fake_forward,
@@ -266,10 +337,33 @@ layout_forward = operator(
 layout_backward = operator(
     f"layout_backward(Tensor[] grads, Tensor? scale, SymInt[] sizes, {_INDEX}) -> Tensor[]",
     from_host=True,
-    reference=reference.layout_backward,
     core=_core_backward,
     triton="layout:layout_backward",
     fake=lambda grads, scale, sizes, *_: [grads[0].new_empty(size) for size in sizes],
     check=lambda grads, scale, sizes, *call: check_layout(sizes, *call),
     gradient=(_backward_of_backward, _setup_backward),
 )
+
+
+def layout_added(buffers: Sequence[Tensor], *call: Any) -> list[Tensor]:
+    """`layout_forward` of a plan in which sequences share columns with other slices.
+
+    Implementations write the rows of sequences alone: here each slice has columns of its own, which
+    are then added in order of slice. Columns that no slice covers are zeros. On CUDA it waits for
+    the device.
+    """
+    given = LayoutCall(*call)
+    features, slices, floats = given.features.clone(), given.slices.clone(), given.limits[1]
+    features[:, 2] %= BY_ROW
+    slices[:, 3], slices[:, 4], slices[:, 5] = 0, given.slices[:, 7], given.slices[:, 2]
+    slices[:, 6], slices[:, 8] = ALONE, floats
+    alone = given._replace(features=features, slices=slices, sums=given.sums[:0])
+    (apart_BE,) = layout_forward(list(buffers), *alone._replace(shapes=[0, 0, floats]))
+    shapes = _output_shapes(given.batch_sizes, given.shapes)
+    outputs = [apart_BE.new_zeros(shape) for shape in shapes]
+    flat, lengths = [out.flatten(1) for out in outputs], features[:, 3].tolist()
+    for feature, _, width, output, place, step, _, first, _ in given.slices.tolist():
+        for j in range(max(lengths[feature], 1)):
+            to, at = place + j * step, first + j * width
+            flat[output][:, to : to + width] += apart_BE[:, at : at + width]
+    return outputs

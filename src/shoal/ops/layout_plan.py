@@ -299,13 +299,9 @@ class LayoutIndex:
         return self._mapped(Tensor.pin_memory)
 
     def _mapped(self, move: Callable[[Tensor], Tensor]) -> LayoutIndex:
-        return LayoutIndex(
-            move(self.rows_N),
-            move(self.buffer_N),
-            move(self.cell_splits_C1),
-            move(self.cells_RF),
-            self.batch_sizes,
-        )
+        ids = move(self.rows_N), move(self.buffer_N)
+        cells = move(self.cell_splits_C1), move(self.cells_RF)
+        return LayoutIndex(*ids, *cells, self.batch_sizes)
 
 
 def cells_of(batch: KeyedRagged, configs: FeatureConfigs, shared: Collection[str]) -> Tensor:

@@ -56,10 +56,7 @@ from shoal.ops.layout_plan import FeatureConfigs, LayoutIndex, on_device
 
 Version = Literal[1, 2, 3, 4, 5]
 
-_NEEDED: dict[int, tuple[str, ...]] = {
-    2: ("fid_list_row_split",),
-    4: ("fid_list_emb_row_lenth",),
-}
+_NEEDED: dict[int, tuple[str, ...]] = {2: ("fid_list_row_split",), 4: ("fid_list_emb_row_lenth",)}
 _LOW = 0xFFFFFFFF
 _PLACE = 0x7FFFFFFF
 

@@ -16,15 +16,12 @@ from shoal.ops.checks import (
     check_devices,
     check_floating,
     check_ids,
-    check_index_values,
     check_lists,
-    check_match_values,
     check_rows,
     check_same_dtype,
     missing_id,
 )
-from shoal.ops.dispatch import fresh, operator, widened
-from shoal.ops.reference import rows as reference
+from shoal.ops.dispatch import by_core, fresh, operator, widened
 
 
 class GatheredRows(NamedTuple):
@@ -32,6 +29,10 @@ class GatheredRows(NamedTuple):
 
     embeddings: Tensor
     index_mapping: Tensor
+
+
+def _threads(several: bool) -> int:
+    return torch.get_num_threads() if several else 1
 
 
 def _core_match(
@@ -44,14 +45,8 @@ def _core_match(
         torch.cat(list(ids), out=ids_M)
     query_N = query_N.contiguous()
     index_N = fresh(query_N.numel(), dtype=torch.int64)
-    missing = core.match_rows(
-        address(ids_M),
-        ids_M.numel(),
-        address(query_N),
-        query_N.numel(),
-        address(index_N),
-        torch.get_num_threads() if multi_threads else 1,
-    )
+    pairs = address(ids_M), ids_M.numel(), address(query_N), query_N.numel()
+    missing = core.match_rows(*pairs, address(index_N), _threads(multi_threads))
     if missing >= 0 and not missing_ok:
         raise missing_id(what, missing, int(query_N[missing]))
     return index_N
@@ -64,18 +59,17 @@ def _core_gather(
     dtype, width = shards[0].dtype, shards[0].shape[1]
     out_ND = fresh(index_N.numel(), width, dtype=dtype)
     counts = [rows.shape[0] for rows in shards]
-    bad = core.gather_rows(
-        [address(rows) for rows in shards],
-        counts,
-        width * dtype.itemsize,
-        address(index_N),
-        index_N.numel(),
-        address(out_ND),
-        torch.get_num_threads() if multi_threads else 1,
-    )
+    arrays = [address(rows) for rows in shards], counts, width * dtype.itemsize
+    places = address(index_N), index_N.numel(), address(out_ND)
+    bad = core.gather_rows(*arrays, *places, _threads(multi_threads))
     if bad >= 0:
         raise bad_row_index(what, bad, int(index_N[bad]), sum(counts))
     return out_ND
+
+
+def _check_index(index_N: Tensor, rows: int, what: str) -> None:
+    """By the core, as of rows without columns."""
+    _core_gather([torch.empty(rows, 0, device="cpu")], index_N.cpu(), True, what)
 
 
 def _core_scatter(grad_ND: Tensor, index_N: Tensor, rows: int, what: str) -> Tensor:
@@ -121,32 +115,27 @@ def _scatter_backward(ctx: Any, grad_MD: Tensor) -> tuple[Any, ...]:
 _match_rows = operator(
     "match_rows(Tensor[] ids, Tensor query_N, bool missing_ok, bool multi_threads, str what)"
     " -> Tensor",
-    reference=lambda ids, query_N, *_: reference.match_rows(torch.cat(list(ids)), query_N),
     core=_core_match,
     triton="flat_rows:match_rows",
     fake=lambda ids, query_N, *_: torch.empty_like(query_N),
-    check=lambda ids, query_N, missing_ok, _, what: (
-        None if missing_ok else check_match_values(what, torch.cat(list(ids)), query_N)
-    ),
+    check=by_core(_core_match),
 )
 _gather_rows = operator(
     "gather_rows(Tensor[] shards, Tensor index_N, bool multi_threads, str what) -> Tensor",
-    reference=lambda shards, index_N, *_: torch.cat(list(shards))[index_N],
     core=_core_gather,
     triton="flat_rows:gather_rows",
     fake=lambda shards, index_N, *_: shards[0].new_empty(index_N.shape[0], shards[0].shape[1]),
-    check=lambda shards, index_N, _, what: check_index_values(
-        what, index_N, sum(rows.shape[0] for rows in shards)
+    check=lambda shards, index_N, _, what: _check_index(
+        index_N, sum(rows.shape[0] for rows in shards), what
     ),
     gradient=(_gather_backward, _setup_gather),
 )
 _scatter_rows = operator(
     "scatter_rows(Tensor grad_ND, Tensor index_N, SymInt rows, str what) -> Tensor",
-    reference=lambda grad_ND, index_N, rows, _: reference.scatter_rows(grad_ND, index_N, rows),
     core=_core_scatter,
     triton="flat_rows:scatter_rows",
     fake=lambda grad_ND, index_N, rows, _: grad_ND.new_empty(rows, grad_ND.shape[1]),
-    check=lambda grad_ND, index_N, rows, what: check_index_values(what, index_N, rows),
+    check=lambda grad_ND, index_N, rows, what: _check_index(index_N, rows, what),
     gradient=(_scatter_backward, _setup_scatter),
 )
 
@@ -230,16 +219,7 @@ def map_id_to_embedding(
     """
     op = "map_id_to_embedding"
     check_lists(op, least=1, ids=ids, embeddings=embeddings)
-    _check_id_lists(op, ids, input)
-    shards = list(embeddings)
-    _check_shards(op, "embeddings", shards)
-    for s, (ids_M, rows_MD) in enumerate(zip(ids, shards, strict=True)):
-        if ids_M.shape[0] != rows_MD.shape[0]:
-            got, allowed = rows_MD.shape[0], f"{ids_M.shape[0]}, as many as ids[{s}]"
-            raise ShapeError(f"{op}: rows of embeddings[{s}]", got, allowed, "Give one row per id.")
-    check_devices(op, ids=ids, embeddings=shards, input=input)
-    index = _matched(ids, input, f"{op}: input", False, use_multi_threads)
-    return _gathered(shards, index, f"{op}: input", use_multi_threads)
+    return _looked_up(op, ids, list(embeddings), input, use_multi_threads)[0]
 
 
 def map_id_to_embedding_gradient_back_prop(
@@ -283,15 +263,7 @@ def gather_embeddings_by_input(
     Monolith: `gather_embeddings_by_input` (its index_mapping is int32).
     """
     op = "gather_embeddings_by_input"
-    _check_id_lists(op, [ids], input)
-    _check_shards(op, "embeddings", [embeddings])
-    if ids.shape[0] != embeddings.shape[0]:
-        got, allowed = embeddings.shape[0], f"{ids.shape[0]}, as many as ids"
-        raise ShapeError(f"{op}: rows of embeddings", got, allowed, "Give one row per id.")
-    check_devices(op, ids=ids, embeddings=embeddings, input=input)
-    index = _matched([ids], input, f"{op}: input", False, use_multi_threads)
-    rows = _gathered([embeddings], index, f"{op}: input", use_multi_threads)
-    return GatheredRows(rows, index)
+    return GatheredRows(*_looked_up(op, [ids], [embeddings], input, use_multi_threads))
 
 
 def gather_embeddings_by_ids_gradient_back_prop(
@@ -314,6 +286,22 @@ def gather_embeddings_by_ids_gradient_back_prop(
     _check_grad(op, grads, index_mapping)
     check_devices(op, ids=ids, grads=grads, index_mapping=index_mapping)
     return _scattered(grads, index_mapping, ids.shape[0], f"{op}: index_mapping")
+
+
+def _looked_up(
+    op: str, ids: Sequence[Tensor], shards: list[Tensor], input: Tensor, many: bool
+) -> tuple[Tensor, Tensor]:
+    """The row of each id, and which it is."""
+    _check_id_lists(op, ids, input)
+    _check_shards(op, "embeddings", shards)
+    for s, (ids_M, rows_MD) in enumerate(zip(ids, shards, strict=True)):
+        if ids_M.shape[0] != rows_MD.shape[0]:
+            at = f"[{s}]" if len(ids) > 1 else ""
+            got, allowed = rows_MD.shape[0], f"{ids_M.shape[0]}, as many as ids{at}"
+            raise ShapeError(f"{op}: rows of embeddings{at}", got, allowed, "Give one row per id.")
+    check_devices(op, ids=ids, embeddings=shards, input=input)
+    index = _matched(ids, input, f"{op}: input", False, many)
+    return _gathered(shards, index, f"{op}: input", many), index
 
 
 def _matched(

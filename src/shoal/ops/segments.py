@@ -1,4 +1,4 @@
-"""Segments of rows, by offsets or by index, of one table or many: sums, means and norms.
+"""Segments of rows, by offsets or by index, of one table or many: sums, means, norms, first rows.
 
 Segment b is rows `offsets_B1[b]:offsets_B1[b+1]`, of the rows as they lie or of an order of them.
 An index (the segment of each row, in any order) is made offsets and an order first. On the CPU a
@@ -27,8 +27,7 @@ from shoal._core import ops as core
 from shoal.address import address
 from shoal.errors import ShapeError
 from shoal.ops import checks
-from shoal.ops.dispatch import fresh, one_device, operator, widened
-from shoal.ops.reference import rows as reference
+from shoal.ops.dispatch import by_core, fresh, operator, widened
 
 MODES = ("sum", "mean", "sqrtn", "l2")
 
@@ -81,6 +80,36 @@ def segment_l2(rows_ND: Tensor, offsets_B1: Tensor) -> Tensor:
         ShapeError, DTypeError, InputError: as `segment_sum`.
     """
     return _reduced("l2", rows_ND, offsets_B1)
+
+
+def segment_first_n(rows_ND: Tensor, offsets_B1: Tensor, length: int) -> Tensor:
+    """First `length` rows of each segment, zero padded.
+
+    rows_ND floating [N, D], offsets_B1 int64 [B+1] -> [B, length, D]. Gradient: a row that was
+    kept gets its own, the others zeros.
+
+    Raises:
+        ShapeError: as `segment_sum`, or length below 1.
+        DTypeError, InputError: as `segment_sum`.
+    """
+    checks.check_segments("segment_first_n", rows_ND, offsets_B1)
+    checks.check_length("segment_first_n", length, least=1)
+    return _first_n(rows_ND, offsets_B1, length, rows_ND.shape[0], False)  # type: ignore[no-any-return]
+
+
+def row_ids(offsets_B1: Tensor, rows: int | None = None) -> Tensor:
+    """Segment of each row: offsets [0, 2, 2, 3] give [0, 0, 2].
+
+    offsets_B1 int64 [B+1] -> int64 [N], no gradient. `rows` is N; without it the host reads the
+    last offset, which waits for a CUDA device.
+
+    Raises:
+        ShapeError: offsets not [B+1], or they do not rise from 0 to N.
+        DTypeError: offsets not int64.
+    """
+    checks.check_offsets("row_ids", offsets_B1)
+    count = max(int(offsets_B1[-1]), 0) if rows is None else rows
+    return all_row_ids(offsets_B1, count, "row_ids")  # type: ignore[no-any-return]
 
 
 def reduce_sum(
@@ -172,7 +201,8 @@ def fused_sorted_segment_sum(
             raise ShapeError(
                 f"{op}: shape {k}", got=tuple(shape), allowed=allowed, remedy="Keep the columns."
             )
-    _check_alike(op, values)
+    checks.check_same_dtype(op, "tables", values)
+    checks.check_devices(op, tables=values)
     offsets = _sorted_offsets(index, [shape[0] for shape in shapes], op)
     widths = [rows_MD.shape[1] for rows_MD in values]
     parts = [1] * len(widths)
@@ -229,7 +259,8 @@ def fused_reduce_and_split_gpu(
     for offsets_B1, rows_ND, widths in zip(splits, embeddings, slice_dims, strict=True):
         checks.check_segments(op, rows_ND, offsets_B1)
         checks.check_widths(op, widths, rows_ND.shape[1])
-    _check_alike(op, embeddings)
+    checks.check_same_dtype(op, "tables", embeddings)
+    checks.check_devices(op, tables=embeddings)
     flat = [width for widths in slice_dims for width in widths]
     parts = [len(widths) for widths in slice_dims]
     return list(_segment_sums(list(embeddings), list(splits), None, None, flat, parts, op))
@@ -261,35 +292,17 @@ def _grouped(
     return offsets_B1, None if indices_sorted else order_M
 
 
-def _check_alike(op: str, values: Sequence[Tensor]) -> None:
-    checks.check_same_dtype(op, "tables", values)
-    if len({rows_ND.device for rows_ND in values}) > 1:
-        one_device(op, **{f"table {k}": rows_ND for k, rows_ND in enumerate(values)})
-
-
 def _core_group(
     index_M: Tensor, length: int, indices_sorted: bool, op: str
 ) -> tuple[Tensor, Tensor]:
     index_M, offsets_B1 = index_M.contiguous(), fresh(length + 1, dtype=torch.int64)
     order_M = fresh(0 if indices_sorted else index_M.shape[0], dtype=torch.int64)
-    bad = core.group_index(
-        address(index_M),
-        address(offsets_B1),
-        0 if indices_sorted else address(order_M),
-        index_M.shape[0],
-        length,
-        torch.get_num_threads(),
-    )
+    order = 0 if indices_sorted else address(order_M)
+    sizes, threads = (index_M.shape[0], length), torch.get_num_threads()
+    bad = core.group_index(address(index_M), address(offsets_B1), order, *sizes, threads)
     if bad >= 0:
         raise checks.bad_segment_index(op, index_M, length, bad)
     return offsets_B1, order_M
-
-
-def _reference_group(
-    index_M: Tensor, length: int, indices_sorted: bool, op: str
-) -> tuple[Tensor, Tensor]:
-    sorted_M, order_M = torch.sort(index_M, stable=True)
-    return reference.segment_offsets(sorted_M, length), order_M[: 0 if indices_sorted else None]
 
 
 def _core_offsets(indices: list[Tensor], lengths: list[int], op: str) -> list[Tensor]:
@@ -299,38 +312,27 @@ def _core_offsets(indices: list[Tensor], lengths: list[int], op: str) -> list[Te
     ]
 
 
-def _check_sorted(indices: list[Tensor], lengths: list[int], op: str) -> None:
-    for k, (index_M, length) in enumerate(zip(indices, lengths, strict=True)):
-        name = checks.table_of(op, k, indices)
-        checks.read_index(name, index_M, length, indices_sorted=True)
-
-
 # The order of a sorted index on the CPU begins with -1 and is not read.
 _group_index = operator(
     "group_index(Tensor index_M, SymInt length, bool indices_sorted, str op) -> (Tensor, Tensor)",
-    reference=_reference_group,
     core=_core_group,
     triton="segments:group_index",
     fake=lambda index, length, in_order, op: (
         index.new_empty(length + 1),
         index.new_empty(0 if in_order else index.shape[0]),
     ),
-    check=lambda index, length, in_order, op: checks.read_index(op, index, length, in_order),
+    check=by_core(_core_group),
 )
 
 _sorted_offsets = operator(
     "sorted_offsets(Tensor[] indices, SymInt[] lengths, str op) -> Tensor[]",
     from_host=True,
-    reference=lambda indices, lengths, op: [
-        reference.segment_offsets(index, length)
-        for index, length in zip(indices, lengths, strict=True)
-    ],
     core=_core_offsets,
     triton="segments:sorted_offsets",
     fake=lambda indices, lengths, op: [
         index.new_empty(length + 1) for index, length in zip(indices, lengths, strict=True)
     ],
-    check=_check_sorted,
+    check=by_core(_core_offsets),
 )
 
 
@@ -390,23 +392,6 @@ def _core_spread(grads_BD: Tensor, offsets_B1: Tensor, *rest: Any) -> Tensor:
     return out_ND.to(grads_BD.dtype)
 
 
-def _reference_reduce(values_ND: Tensor, offsets_B1: Tensor, *rest: Any) -> Tensor:
-    _, index_N, mode = rest
-    if index_N is None:
-        index_N = reference.row_ids(offsets_B1, values_ND.shape[0])
-    return reference.grouped(values_ND, index_N, offsets_B1.diff(), mode)
-
-
-def _reference_spread(grads_BD: Tensor, offsets_B1: Tensor, *rest: Any) -> Tensor:
-    _, index_N, values_ND, pooled_BD, mode, rows = rest
-    if index_N is None:
-        index_N = reference.row_ids(offsets_B1, rows)
-    if values_ND is not None and pooled_BD is not None:
-        return values_ND * _share_of(grads_BD, pooled_BD)[index_N]  # type: ignore[no-any-return]
-    over_B1 = reference.divisors(offsets_B1.diff(), mode).to(grads_BD.dtype).unsqueeze(1)
-    return (grads_BD / over_B1)[index_N]
-
-
 def _share_of(grads_BD: Tensor, pooled_BD: Tensor) -> Tensor:
     """g/y of an L2 norm y, and 0 where y is 0."""
     return (grads_BD / pooled_BD).masked_fill(pooled_BD == 0, 0)
@@ -450,7 +435,6 @@ def _check_reduce(
 segment_reduce = operator(
     "segment_reduce(Tensor values_ND, Tensor offsets_B1, Tensor? order_N, Tensor? index_N, "
     "str mode) -> Tensor",
-    reference=_reference_reduce,
     core=_core_reduce,
     triton="segments:reduce",
     fake=lambda values, offsets, *_: values.new_empty(offsets.shape[0] - 1, values.shape[1]),
@@ -461,7 +445,6 @@ segment_reduce = operator(
 segment_spread = operator(
     "segment_spread(Tensor grads_BD, Tensor offsets_B1, Tensor? order_N, Tensor? index_N, "
     "Tensor? values_ND, Tensor? pooled_BD, str mode, SymInt rows) -> Tensor",
-    reference=_reference_spread,
     core=_core_spread,
     triton="segments:spread",
     fake=lambda grads, *rest: grads.new_empty(rest[-1], grads.shape[1]),
@@ -469,17 +452,13 @@ segment_spread = operator(
 )
 
 
-def _grouped_first(group: Any, reduce: Any) -> Any:
+def _core_index_reduce(
+    values_ND: Tensor, index_N: Tensor, length: int, in_order: bool, mode: str, op: str
+) -> tuple[Tensor, Tensor, Tensor]:
     """Both as one call, so that an index costs no operator of its own."""
-
-    def run(
-        values_ND: Tensor, index_N: Tensor, length: int, in_order: bool, mode: str, op: str
-    ) -> Any:
-        offsets_B1, order_N = group(index_N, length, in_order, op)
-        order = None if in_order else order_N
-        return reduce(values_ND, offsets_B1, order, index_N, mode), offsets_B1, order_N
-
-    return run
+    offsets_B1, order_N = _core_group(index_N, length, in_order, op)
+    order = None if in_order else order_N
+    return _core_reduce(values_ND, offsets_B1, order, index_N, mode), offsets_B1, order_N
 
 
 def _setup_index_reduce(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -497,16 +476,15 @@ def _index_reduce_gradient(ctx: Any, grads_BD: Tensor, *_: Any) -> tuple[Any, ..
 _index_reduce = operator(
     "index_reduce(Tensor values_ND, Tensor index_N, SymInt length, bool indices_sorted, str mode, "
     "str op) -> (Tensor, Tensor, Tensor)",
-    reference=_grouped_first(_reference_group, _reference_reduce),
-    core=_grouped_first(_core_group, _core_reduce),
+    core=_core_index_reduce,
     triton="segments:index_reduce",
     fake=lambda values, index, length, in_order, mode, op: (
         values.new_empty(length, values.shape[1]),
         index.new_empty(length + 1),
         index.new_empty(0 if in_order else index.shape[0]),
     ),
-    check=lambda values, index, length, in_order, mode, op: checks.read_index(
-        op, index, length, in_order
+    check=lambda values, index, length, in_order, mode, op: _core_group(
+        index.cpu(), length, in_order, op
     ),
     gradient=(_index_reduce_gradient, _setup_index_reduce),
 )
@@ -546,26 +524,6 @@ def _dims(parted: Sequence[Tensor], parts: Sequence[int]) -> list[int]:
     for k, part in zip(_owners(parts), parted, strict=True):
         dims[k] += part.shape[1]
     return dims
-
-
-def _reference_sums(values: list[Tensor], offsets: list[Tensor], *how: Any) -> list[Tensor]:
-    order_N, index_N, widths, parts, _ = how
-    outs, rest = [], list(widths)
-    for rows_ND, offsets_B1, count in zip(values, offsets, parts, strict=True):
-        sums_BD = _reference_reduce(rows_ND, offsets_B1, order_N, index_N, "sum")
-        outs += [part_BD.clone() for part_BD in torch.split(sums_BD, rest[:count], dim=1)]
-        rest = rest[count:]
-    return outs
-
-
-def _reference_sums_backward(
-    grads: list[Tensor], offsets: list[Tensor], rows: list[int], parts: list[int], op: str
-) -> list[Tensor]:
-    outs, rest = [], list(grads)
-    for offsets_B1, count, number in zip(offsets, rows, parts, strict=True):
-        outs.append(torch.cat(rest[:number], dim=1)[reference.row_ids(offsets_B1, count)])
-        rest = rest[number:]
-    return outs
 
 
 def _check_sums(values: list[Tensor], offsets: list[Tensor], *rest: Any) -> None:
@@ -608,7 +566,6 @@ _segment_sums = operator(
     "segment_sums(Tensor[] values, Tensor[] offsets, Tensor? order_N, Tensor? index_N, "
     "SymInt[] widths, int[] parts, str op) -> Tensor[]",
     from_host=True,
-    reference=_reference_sums,
     core=_core_sums,
     triton="segments:sums",
     fake=lambda values, offsets, order, index, widths, parts, op: [
@@ -623,11 +580,72 @@ _segment_sums_backward = operator(
     "segment_sums_backward(Tensor[] grads, Tensor[] offsets, SymInt[] rows, int[] parts, "
     "str op) -> Tensor[]",
     from_host=True,
-    reference=_reference_sums_backward,
     core=_core_sums_backward,
     triton="segments:sums_backward",
     fake=lambda grads, offsets, rows, parts, op: [
         grads[0].new_empty(count, dim) for count, dim in zip(rows, _dims(grads, parts), strict=True)
     ],
     gradient=(_sums_second_gradient, _setup_sums_backward),
+)
+
+
+def _core_first_n(source: Tensor, offsets_B1: Tensor, length: int, rows: int, back: bool) -> Tensor:
+    source, offsets_B1 = source.contiguous(), offsets_B1.contiguous()
+    segments = offsets_B1.shape[0] - 1
+    out = fresh(*_first_n_shape(source, segments, length, rows, back), dtype=source.dtype)
+    places = address(source), address(offsets_B1), address(out)
+    sizes = segments, rows, length, out.shape[-1] * out.element_size()
+    bad = core.first_n(*places, *sizes, back, torch.get_num_threads())
+    if bad >= 0:
+        raise checks.bad_offset("segment_first_n", offsets_B1, rows, bad)
+    return out
+
+
+def _first_n_shape(
+    source: Tensor, segments: int, length: int, rows: int, back: bool
+) -> tuple[int, ...]:
+    return (rows, source.shape[-1]) if back else (segments, length, source.shape[-1])
+
+
+def _setup_first_n(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, offsets_B1, ctx.length, ctx.rows, ctx.back = inputs
+    ctx.save_for_backward(offsets_B1)
+
+
+def _first_n_gradient(ctx: Any, grads: Tensor) -> tuple[Any, ...]:
+    turned = _first_n(grads, *ctx.saved_tensors, ctx.length, ctx.rows, not ctx.back)
+    return turned, None, None, None, None
+
+
+# From rows [N, D] to [B, length, D] and back: each is the other's gradient.
+_first_n = operator(
+    "segment_first_n(Tensor source, Tensor offsets_B1, SymInt length, SymInt rows, bool back) "
+    "-> Tensor",
+    core=_core_first_n,
+    triton="segments:first_n",
+    fake=lambda source, offsets, *how: source.new_empty(
+        _first_n_shape(source, offsets.shape[0] - 1, *how)
+    ),
+    check=lambda source, offsets, length, rows, back: checks.read_offsets(
+        "segment_first_n", offsets, rows
+    ),
+    gradient=(_first_n_gradient, _setup_first_n),
+)
+
+
+def _core_row_ids(offsets_B1: Tensor, rows: int, op: str) -> Tensor:
+    offsets_B1, ids_N = offsets_B1.contiguous(), fresh(max(rows, 0), dtype=torch.int64)
+    segments, threads = offsets_B1.shape[0] - 1, torch.get_num_threads()
+    bad = core.row_ids(address(offsets_B1), address(ids_N), segments, rows, threads)
+    if bad >= 0:
+        raise checks.bad_offset(op, offsets_B1, rows, bad)
+    return ids_N
+
+
+all_row_ids = operator(
+    "row_ids(Tensor offsets_B1, SymInt rows, str op) -> Tensor",
+    core=_core_row_ids,
+    triton="ids:value_rowids",
+    fake=lambda offsets, rows, op: offsets.new_empty(rows),
+    check=by_core(_core_row_ids),
 )

@@ -17,6 +17,7 @@ from shoal._core import ops as core
 from shoal.address import address
 from shoal.errors import DTypeError, InputError, unknown_name
 from shoal.ops.checks import read_offsets
+from shoal.ops.ids_by_shard import RULES
 from shoal.ops.layout_plan import FeatureConfigs, LayoutIndex, cells_of, check_shared
 from shoal.ops.monolith_layout import MonolithOffsets, Version
 from shoal.ragged import KeyedRagged
@@ -234,8 +235,8 @@ def sharding_sparse_fids(
     ids_N, splits_F1 = batch.values_N.contiguous(), batch.key_splits.contiguous()
     rows_N, buffer_N = torch.empty_like(ids_N), torch.empty_like(ids_N, dtype=torch.int32)
     split = core.FidSplit(
-        *(address(ids_N), address(splits_F1), ids_N.shape[0], features, ps_num),
-        rule == "floormod",
+        *(address(ids_N), address(splits_F1), features, ps_num),
+        RULES[rule],
         [address(part) for part in (*facts_2F, *found_FP, *sizes_TP)],
         len(tables),
     )

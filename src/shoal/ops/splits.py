@@ -10,10 +10,9 @@ from torch import Tensor
 from shoal._core import ops as core
 from shoal.address import address, check_dense
 from shoal.errors import DTypeError, InputError
-from shoal.ops.checks import check_ids, shape_error, value_error
-from shoal.ops.dispatch import fresh, one_device, operator
+from shoal.ops.checks import check_devices, check_ids, shape_error, value_error
+from shoal.ops.dispatch import by_core, fresh, operator
 from shoal.ops.ids import GOOD, value_rowids
-from shoal.ops.reference import ids as reference
 from shoal.ragged import Ragged
 
 _MOST_SHARDS = (1 << 31) - 1
@@ -145,15 +144,8 @@ def ragged_split_by_indices(indices_N: Tensor, ragged: Ragged, num_splits: int) 
     """
     found = _ragged_partition("ragged_split_by_indices", indices_N, ragged, num_splits)
     sizes = found.sizes_W.tolist()
-    parts = [torch.split(found.values_N, sizes), torch.split(found.positions_N, sizes)]
-    values, positions = (
-        [
-            Ragged(part, offsets_B1)
-            for part, offsets_B1 in zip(split, found.offsets_WB1, strict=True)
-        ]
-        for split in parts
-    )
-    return RaggedSplit(values, positions)
+    parts = [torch.split(part_N, sizes) for part_N in (found.values_N, found.positions_N)]
+    return RaggedSplit(*(list(map(Ragged, part, found.offsets_WB1)) for part in parts))
 
 
 def _ragged_partition(
@@ -180,12 +172,8 @@ def check_shards(op: str, name: str, shards_N: Tensor, num: int) -> None:
     """Raise unless a tensor is int32 or int64 [N], and num a number of shards."""
     check_dense(f"{op}: {name}", shards_N)
     if shards_N.dtype not in (torch.int32, torch.int64):
-        raise DTypeError(
-            f"{op}: dtype of {name}",
-            got=shards_N.dtype,
-            allowed="int32 or int64",
-            remedy="Call .long().",
-        )
+        what, allowed = f"{op}: dtype of {name}", "int32 or int64"
+        raise DTypeError(what, got=shards_N.dtype, allowed=allowed, remedy="Call .long().")
     if shards_N.ndim != 1:
         raise shape_error(op, f"shape of {name}", tuple(shards_N.shape), "1 dimension")
     check_num(op, "number of shards", num)
@@ -193,7 +181,7 @@ def check_shards(op: str, name: str, shards_N: Tensor, num: int) -> None:
 
 def check_lengths(op: str, one: str, one_N: Tensor, other: str, other_N: Tensor) -> None:
     """Raise unless two tensors are of one device and one length."""
-    one_device(op, **{one.replace(".", "_"): one_N, other.replace(".", "_"): other_N})
+    check_devices(op, **{one.replace(".", "_"): one_N, other.replace(".", "_"): other_N})
     if other_N.ndim < 1 or other_N.shape[0] != one_N.shape[0]:
         got = f"{tuple(one_N.shape)} and {tuple(other_N.shape)}"
         raise shape_error(op, f"lengths of {one} and {other}", got, "one length")
@@ -201,15 +189,8 @@ def check_lengths(op: str, one: str, one_N: Tensor, other: str, other_N: Tensor)
 
 def shard_error(what: str, shards_N: Tensor, num: int, at: int) -> InputError:
     """The error of a shard that is out of range; `what` is "operation: argument"."""
-    op, name = what.split(": ", 1)
-    return value_error(op, f"{name} at {at}", shards_N[at].item(), f"0..{num - 1}")
-
-
-def raise_bad_shards(what: str, shards_N: Tensor, num: int) -> None:
-    """Raise for the first shard that is out of range; reads the tensor."""
-    places = ((shards_N < 0) | (shards_N >= num)).nonzero()
-    if places.numel():
-        raise shard_error(what, shards_N, num, int(places[0]))
+    got, remedy = shards_N[at].item(), "Check what made it."
+    return InputError(f"{what} at {at}", got, f"0..{num - 1}", remedy)
 
 
 def _check_order(op: str, rows_N: Tensor, order_N: Tensor) -> None:
@@ -217,7 +198,7 @@ def _check_order(op: str, rows_N: Tensor, order_N: Tensor) -> None:
     check_lengths(op, "order_N", order_N, "rows_N", rows_N)
 
 
-def _core_partition(shards_N: Tensor, num: int, what: str = _SHARDS) -> tuple[Tensor, Tensor]:
+def core_partition(shards_N: Tensor, num: int, what: str = _SHARDS) -> tuple[Tensor, Tensor]:
     shards_N, n = shards_N.contiguous(), shards_N.numel()
     order_N, sizes_W = fresh(n, dtype=torch.int64), fresh(num, dtype=torch.int64)
     run = core.partition_i64 if shards_N.dtype == torch.int64 else core.partition_i32
@@ -237,20 +218,9 @@ def _core_moved(rows_N: Tensor, order_N: Tensor, take: bool) -> Tensor:
     places = address(rows_N), address(order_N)
     bad = core.move_rows(*places, n, row_bytes, take, address(out_N), threads)
     if bad != GOOD:
-        raise _order_error(order_N, take, bad)
+        op, allowed = "permute_rows" if take else "unpermute_rows", f"0..{n - 1}, each once"
+        raise value_error(op, f"order_N[{bad}]", order_N[bad].item(), allowed)
     return out_N
-
-
-def _order_error(order_N: Tensor, take: bool, at: int) -> InputError:
-    allowed = f"0..{order_N.numel() - 1}, each once"
-    op = "permute_rows" if take else "unpermute_rows"
-    return value_error(op, f"order_N[{at}]", order_N[at].item(), allowed)
-
-
-def _check_order_values(rows_N: Tensor, order_N: Tensor, take: bool) -> None:
-    places = ((order_N < 0) | (order_N >= order_N.numel())).nonzero()
-    if places.numel():
-        raise _order_error(order_N, take, int(places[0]))
 
 
 def _setup_moved(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
@@ -264,25 +234,21 @@ def _moved_gradient(ctx: Any, grads_N: Tensor) -> tuple[Tensor, None, None]:
 
 _partition = operator(
     f"partition(Tensor shards_N, int num, str what='{_SHARDS}') -> (Tensor, Tensor)",
-    reference=lambda shards_N, num, what=_SHARDS: reference.partition(shards_N, num),
-    core=_core_partition,
+    core=core_partition,
     triton="ids:partition",
     fake=lambda shards_N, num, what=_SHARDS: (
         shards_N.new_empty(shards_N.numel(), dtype=torch.int64),
         shards_N.new_empty(num, dtype=torch.int64),
     ),
-    check=lambda shards_N, num, what=_SHARDS: raise_bad_shards(what, shards_N, num),
+    check=by_core(core_partition),
 )
 
 # Rows by their order, or back to where they were: each is the other's gradient.
 _move_rows = operator(
     "move_rows(Tensor rows_N, Tensor order_N, bool take) -> Tensor",
-    reference=lambda rows_N, order_N, take: (
-        reference.permute_rows if take else reference.unpermute_rows
-    )(rows_N, order_N),
     core=_core_moved,
     triton="ids:move_rows",
     fake=lambda rows_N, *_: torch.empty_like(rows_N, memory_format=torch.contiguous_format),
-    check=_check_order_values,
+    check=lambda _, order_N, take: _core_moved(order_N.cpu(), order_N.cpu(), take),
     gradient=(_moved_gradient, _setup_moved),
 )

@@ -15,7 +15,7 @@ from shoal.exchange.partition import Outgoing, flat
 from shoal.exchange.wire import WireKind
 from shoal.ids import salt, to_signed
 from shoal.ops import gather_rows
-from shoal.ops.reorder import fused_reorder
+from shoal.ops.ids_by_shard import fused_reorder
 from shoal.placement import hash_ids, ranks_of
 from shoal.ps.messages import READS, REALS, Head, Method, rows_of_frames, rows_of_segments
 from shoal.table.rows import real_dtype, weight_dtype

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 import shoal.ops as ops
-from shoal.ops.dispatch import forced
 from shoal.ragged import Ragged
-from support.backends import BACKENDS, COMPILED, Implementation
+from support.backends import BACKENDS, COMPILED, Implementation, forced
 from support.flat import DIMS, FILLED, OFFSETS, offset_map
 
 pytestmark = pytest.mark.usefixtures("poisoned")

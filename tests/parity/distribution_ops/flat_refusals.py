@@ -11,8 +11,8 @@ from torch import Tensor
 
 import shoal.ops as ops
 from shoal.errors import DTypeError, InputError, ShapeError
-from shoal.ops.dispatch import forced
 from shoal.ragged import Ragged
+from support.backends import forced
 from support.flat import DIMS, MAP, offset_map
 
 T = torch.tensor

@@ -21,7 +21,7 @@ from support.layout_two import BATCH, TWO, on, two_index, two_rows
 
 @pytest.mark.slow
 def test_opcheck_of_layout() -> None:
-    from shoal.ops.layout_arguments import forward_arguments, gradient_arguments
+    from shoal.ops.layout import forward_arguments, gradient_arguments
 
     rows = [row.requires_grad_() for row in two_rows(dtype=torch.float64)]
     forward = forward_arguments(rows, two_index(("a",), {"a": [[0], []], "d": [[1], [2]]}), TWO)

@@ -16,9 +16,9 @@ from shoal.errors import ConfigError, DTypeError, InputError
 from shoal.exchange.pooling import ReceivedRows
 from shoal.exchange.pooling_plan import HostedColumns
 from shoal.lookup import Output, Pool, PoolPlan, Slice
-from shoal.ops.dispatch import bounds_checks, forced
+from shoal.ops.dispatch import bounds_checks
 from shoal.table.spec import TableSpec
-from support.backends import BACKENDS, Implementation
+from support.backends import BACKENDS, Implementation, forced
 from support.poison import poisoned
 from support.received import Received, batch_of, make_received, table
 

@@ -16,12 +16,12 @@ from shoal.exchange.local import Exchange, LocalExchange, Request
 from shoal.exchange.pooling import ReceivedRows
 from shoal.exchange.pooling_plan import HostedColumns
 from shoal.lookup import Output, Pool, PoolPlan, Slice
-from shoal.ops.dispatch import bounds_checks, forced
+from shoal.ops.dispatch import bounds_checks
 from shoal.ragged import KeyedRagged
 from shoal.table.hosting import plan_placement
 from shoal.table.shard import GradRecord, IdGroups, StepContext
 from shoal.table.spec import TableSpec
-from support.backends import BACKENDS, Implementation
+from support.backends import BACKENDS, Implementation, forced
 from support.poison import poisoned
 from support.received import CTX, Received, batch_of, make_received, table
 

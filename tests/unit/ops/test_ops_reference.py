@@ -8,9 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shoal import ops
 from shoal.errors import ShapeError, UnknownName
 from shoal.ops import pooled_layout
+from shoal.ops.dispatch import forced
 from support import ops_reference as reference
+from support.plain_operators import PLAIN
 
 SEGMENTS = [
     reference.segment_sum,
@@ -19,6 +22,20 @@ SEGMENTS = [
     reference.segment_l2,
     lambda rows, offsets: reference.segment_first_n(rows, offsets, 2),
 ]
+
+
+def test_every_operator_has_a_plain_form() -> None:
+    known = torch._C._dispatch_get_all_op_names()
+    names = {name.partition("::")[2] for name in known if name.startswith("shoal::")}
+    assert set(PLAIN) == {name.split(".")[0] for name in names}
+
+
+def test_given_functions_replace_the_operators_they_are_named_for() -> None:
+    ids_N = torch.tensor([3, 4])
+    with forced({"dedup": lambda ids: (ids[:1], ids[:1], ids)}):
+        assert ops.dedup(ids_N).ids_U.tolist() == [3]
+        assert ops.partition(torch.tensor([1, 0]), 2).order_N.tolist() == [1, 0]
+    assert ops.dedup(ids_N).ids_U.tolist() == [3, 4]
 
 
 def rows(*values: list[float]) -> Tensor:

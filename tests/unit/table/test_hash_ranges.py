@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shoal.ids import salt, to_signed
-from shoal.ops.reorder import fused_reorder
+from shoal.ops.ids_by_shard import fused_reorder
 from shoal.placement import Hosted, hash_ids, owners
 from support import ops_reference as reference
 

@@ -25,7 +25,7 @@ from shoal.ops import (
     map_id_to_embedding_gradient_back_prop,
     unique_key_with_value_and_offset,
 )
-from shoal.ops.reorder import ValueOffset
+from shoal.ops.ids_by_shard import ValueOffset
 from shoal.placement import floormod
 from shoal.ragged import Ragged
 

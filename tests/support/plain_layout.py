@@ -1,4 +1,4 @@
-"""The layout in plain torch: what every other implementation is measured against.
+"""The layout in plain torch: what every implementation is measured against.
 
 `layout_forward` and `layout_backward` take the arguments of the operators of the same name.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.lookup import BY_ROW, DIVIDED, FIRST_N, MEAN, LayoutCall
-from shoal.ops.reference.rows import row_ids, segment_first_n, segment_pooled
+from support.plain_rows import row_ids, segment_first_n, segment_pooled
 
 
 class _PooledFeature(NamedTuple):

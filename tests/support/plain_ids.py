@@ -1,4 +1,4 @@
-"""Distinct ids and grouping by shard in plain torch: what `forced("reference")` runs."""
+"""Distinct ids and grouping by shard in plain torch."""
 
 from __future__ import annotations
 

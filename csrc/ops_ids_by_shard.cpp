@@ -1,124 +1,12 @@
-#include "ops_reorder.h"
+#include "ops_ids_by_shard.h"
 
 #include <algorithm>
 #include <numeric>
 #include <utility>
 
-#include "hash.h"
-#include "ops_partition.h"
+#include "ops_buckets.h"
 
 namespace shoal {
-namespace {
-
-constexpr std::int64_t kWorthThreads = std::int64_t{1} << 15;
-constexpr std::int64_t kRowsAhead = 16;
-
-// x modulo a divisor below 2^31, by multiplication: q is the quotient or one less.
-class Modulo {
- public:
-  explicit Modulo(std::int64_t divisor)
-      : divisor_(static_cast<std::uint64_t>(divisor)),
-        inverse_(~std::uint64_t{0} / divisor_),
-        wrap_((~std::uint64_t{0} % divisor_ + 1) % divisor_) {}
-
-  std::uint64_t of_unsigned(std::uint64_t x) const {
-    __extension__ using Wide = unsigned __int128;
-    const auto q = static_cast<std::uint64_t>((static_cast<Wide>(x) * inverse_) >> 64);
-    const std::uint64_t r = x - q * divisor_;
-    return r >= divisor_ ? r - divisor_ : r;
-  }
-
-  // As Python's %: a negative id read as unsigned is 2^64 too large.
-  std::uint64_t of_signed(std::int64_t x) const {
-    const std::uint64_t r = of_unsigned(static_cast<std::uint64_t>(x));
-    if (x >= 0) return r;
-    return r >= wrap_ ? r - wrap_ : r + divisor_ - wrap_;
-  }
-
- private:
-  std::uint64_t divisor_;
-  std::uint64_t inverse_;
-  std::uint64_t wrap_;  // 2^64 modulo the divisor
-};
-
-// Moves rows [start, stop) of kBytes, 0: of any length; returns the first bad position or kGood.
-template <std::size_t kBytes, bool kTake>
-std::int64_t move_span(const char* rows, const std::int64_t* order, std::int64_t start,
-                       std::int64_t stop, std::int64_t n, std::size_t bytes, char* out) {
-  if constexpr (kBytes != 0) bytes = kBytes;
-  for (std::int64_t i = start; i < stop; ++i) {
-    if (i + kRowsAhead < stop) {
-      // An address beyond the rows is never read, only fetched in vain.
-      const auto far = reinterpret_cast<std::uintptr_t>(kTake ? rows : out) +
-                       static_cast<std::size_t>(order[i + kRowsAhead]) * bytes;
-      __builtin_prefetch(reinterpret_cast<const char*>(far), kTake ? 0 : 1);
-    }
-    const std::int64_t row = order[i];
-    if (static_cast<std::uint64_t>(row) >= static_cast<std::uint64_t>(n)) return i;
-    const std::size_t near = static_cast<std::size_t>(i) * bytes;
-    const std::size_t far = static_cast<std::size_t>(row) * bytes;
-    __builtin_memcpy(out + (kTake ? near : far), rows + (kTake ? far : near), bytes);
-  }
-  return kGood;
-}
-
-using Move = std::int64_t (*)(const char*, const std::int64_t*, std::int64_t, std::int64_t,
-                              std::int64_t, std::size_t, char*);
-
-template <bool kTake>
-Move mover(std::size_t bytes) {
-  switch (bytes) {
-    case 2: return move_span<2, kTake>;
-    case 4: return move_span<4, kTake>;
-    case 8: return move_span<8, kTake>;
-    case 16: return move_span<16, kTake>;
-    case 32: return move_span<32, kTake>;
-    case 64: return move_span<64, kTake>;
-    case 128: return move_span<128, kTake>;
-    case 256: return move_span<256, kTake>;
-    default: return move_span<0, kTake>;
-  }
-}
-
-}  // namespace
-
-template <class Shard>
-std::int64_t partition(const Shard* shards, std::int64_t n, std::int64_t num, std::int64_t* order,
-                       std::int64_t* sizes, int threads) {
-  // A counter for each chunk and shard, which must stay few against the ids.
-  const std::int64_t most = n < kWorthThreads ? 1 : std::max<std::int64_t>(1, n / (4 * num));
-  const Shares shares{n, std::clamp<std::int64_t>(threads, 1, most)};
-  std::vector<std::int64_t> starts(static_cast<std::size_t>(num) + 1);
-  const auto room = [order](std::int64_t) { return order; };
-  const std::int64_t bad = partition_into<std::int64_t>(
-      shares, num, threads, starts.data(), room,
-      [shards, num](std::int64_t begin, std::int64_t end, auto put) -> std::int64_t {
-        for (std::int64_t i = begin; i < end; ++i) {
-          const auto shard = static_cast<std::int64_t>(shards[i]);
-          if (shard < 0 || shard >= num) return i;
-          put(shard, i);
-        }
-        return kGood;
-      });
-  if (bad != kGood) return bad;
-  for (std::int64_t s = 0; s < num; ++s) sizes[s] = starts[s + 1] - starts[s];
-  return kGood;
-}
-
-template std::int64_t partition(const std::int32_t*, std::int64_t, std::int64_t, std::int64_t*,
-                                std::int64_t*, int);
-template std::int64_t partition(const std::int64_t*, std::int64_t, std::int64_t, std::int64_t*,
-                                std::int64_t*, int);
-
-std::int64_t move_rows(const char* rows, const std::int64_t* order, std::int64_t n,
-                       std::size_t bytes, bool take, char* out, int threads) {
-  const Move move = take ? mover<true>(bytes) : mover<false>(bytes);
-  const bool parallel = n * static_cast<std::int64_t>(bytes) >= kWorthThreads;
-  const Shares shares{n, parallel ? std::min<std::int64_t>(n, threads * 4) : 1};
-  return first_bad(shares, threads, [&](std::int64_t begin, std::int64_t end) {
-    return move(rows, order, begin, end, n, bytes, out);
-  });
-}
 
 FusedReorder::FusedReorder(IdLists lists, std::int64_t num_shards, ShardRule rule,
                            const std::int64_t* shards, std::int64_t* offsets, int threads)
@@ -170,7 +58,7 @@ FusedReorder::FusedReorder(IdLists lists, std::int64_t num_shards, ShardRule rul
 // Looked for before anything is written, so that a bad one leaves the caller's offsets as they were.
 std::int64_t FusedReorder::first_bad_shard() const {
   const auto k_lists = static_cast<std::int64_t>(lists_.ids.size());
-  return first_bad({k_lists, k_lists}, threads_, [&](std::int64_t k, std::int64_t) {
+  return over_shares({k_lists, k_lists}, threads_, [&](std::int64_t k, std::int64_t, std::int64_t) {
     const auto list = static_cast<std::size_t>(k);
     for (std::int64_t i = starts_[list]; i < starts_[list + 1]; ++i) {
       if (static_cast<std::uint64_t>(shards_[i]) >= static_cast<std::uint64_t>(num_shards_)) {
@@ -214,24 +102,11 @@ void FusedReorder::shard_list(std::size_t list) {
     }
     return;
   }
-  if (rule_ == ShardRule::hash_ranges) {
-    const std::int64_t* const line = shards_ + list * (2 + static_cast<std::size_t>(num_shards_));
-    const auto salt = static_cast<std::uint64_t>(line[0]);
-    const auto shares = static_cast<std::uint64_t>(line[1]);
-    for (std::int64_t u = 0; u < found_[list]; ++u) {
-      const std::uint64_t hash = hash_of(distinct[u].id, salt);
-      const std::int64_t shard = line[2 + (((hash >> 48) * shares) >> 16)];
-      owners[u] = static_cast<std::uint32_t>(shard);
-      ++sizes[shard];
-    }
-    return;
-  }
-  const Modulo modulo(num_shards_);
+  const bool ranges = rule_ == ShardRule::hash_ranges;
+  const std::int64_t width = ranges ? 2 + num_shards_ : 0;
+  const ShardOf shard_of(rule_, num_shards_, shards_ + static_cast<std::int64_t>(list) * width);
   for (std::int64_t u = 0; u < found_[list]; ++u) {
-    const std::int64_t id = distinct[u].id;
-    const std::uint64_t shard = rule_ == ShardRule::floormod
-                                    ? modulo.of_signed(id)
-                                    : modulo.of_unsigned(static_cast<std::uint64_t>(id));
+    const std::int64_t shard = shard_of(distinct[u].id);
     owners[u] = static_cast<std::uint32_t>(shard);
     ++sizes[shard];
   }

@@ -1,27 +1,13 @@
 #pragma once
-// Operations that group ids and rows by shard: stable partition, moves of rows, fused reorder.
+// Ids of many lists made distinct and packed by the shard each goes to.
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
 #include "ops_ids.h"
+#include "ops_shard_rules.h"
 
 namespace shoal {
-
-// The stable permutation that groups positions by shard, and the size of each group. Returns
-// kGood, or the first position whose shard is not in [0, num).
-template <class Shard>
-std::int64_t partition(const Shard* shards, std::int64_t n, std::int64_t num, std::int64_t* order,
-                       std::int64_t* sizes, int threads);
-
-// out[i] = rows[order[i]] (take) or out[order[i]] = rows[i], rows of `bytes`. Returns kGood,
-// or the first position whose order is not in [0, n); then `out` is partly written.
-std::int64_t move_rows(const char* rows, const std::int64_t* order, std::int64_t n,
-                       std::size_t bytes, bool take, char* out, int threads);
-
-// hash_ranges: `shards` is [K, 2 + num_shards]: a list's salt, its number of shares R, and the shard
-// of each share; an id's share is its hash's top 16 bits * R >> 16.
-enum class ShardRule : int { given = 0, floormod = 1, unsigned_mod = 2, hash_ranges = 3 };
 
 struct IdLists {
   std::vector<const std::int64_t*> ids;  // [K]

@@ -48,14 +48,6 @@ std::int64_t over_shares(const Shares& shares, int threads, const Body& body) {
   return first_of(bad);
 }
 
-template <class Body>
-std::int64_t first_bad(const Shares& shares, int threads, const Body& body) {
-  return over_shares(shares, threads,
-                     [&](std::int64_t, std::int64_t begin, std::int64_t end) -> std::int64_t {
-                       return body(begin, end);
-                     });
-}
-
 template <class Record>
 struct Buckets {
   std::vector<std::int64_t> starts;           // [buckets + 1]
@@ -103,8 +95,8 @@ std::int64_t partition_into(const Shares& shares, std::int64_t buckets, int thre
 }
 
 template <class Record, class Route>
-Buckets<Record> partition(std::int64_t items, std::int64_t buckets, int threads,
-                          const Route& route) {
+Buckets<Record> in_buckets(std::int64_t items, std::int64_t buckets, int threads,
+                           const Route& route) {
   Buckets<Record> result;
   result.starts.resize(static_cast<std::size_t>(buckets) + 1);
   const auto room = [&result](std::int64_t total) {

@@ -1,4 +1,7 @@
-"""Ids of one or many tables made distinct and packed by shard."""
+"""Ids of one or many tables made distinct and packed by the shard that each goes to.
+
+Which shard that is: a rule of `RULES`, as `placement.ownership` has it, or what the caller gives.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,29 @@ from torch import Tensor
 from shoal._core import ops as core
 from shoal.address import address
 from shoal.kernels.host_copies import sent
-from shoal.ops.checks import check_ids, check_outs, read_offsets, shape_error, value_error
-from shoal.ops.dispatch import fresh, one_device, operator
-from shoal.ops.ids import GOOD, dedup_into, value_rowids, write_heads
-from shoal.ops.reference import ids as reference
+from shoal.ops.checks import (
+    check_devices,
+    check_ids,
+    check_outs,
+    read_offsets,
+    shape_error,
+    value_error,
+)
+from shoal.ops.dispatch import fresh, operator
+from shoal.ops.ids import GOOD, dedup_heads, value_rowids
 from shoal.ops.splits import (
     check_lengths,
     check_num,
     check_shards,
+    core_partition,
     partition,
-    raise_bad_shards,
     shard_error,
 )
-from shoal.placement import BUCKET_BITS, buckets_of, floormod, mix64, unsigned_mod
+from shoal.placement import floormod, unsigned_mod
 from shoal.ragged import Ragged
 
-_RULE_NUMBERS = {"given": 0, "floormod": 1, "unsigned_mod": 2, "hash_ranges": 3}
+# What says which shard an id goes to, by number: csrc/ops_shard_rules.h.
+RULES = {"given": 0, "floormod": 1, "unsigned_mod": 2, "hash_ranges": 3}
 _WHAT = "fused_reorder_by_indices: shard_by's result"  # what errors of given shards name
 
 
@@ -112,19 +122,13 @@ def _core_fused_reorder(*arguments: Any, out: Sequence[Tensor] = ()) -> Found:
     """Into new tensors, or into the heads of those given."""
     ids, offsets_K1, dims, num, rule, shards_N, what = _Reordering(*arguments)
     spans = _spans(what, ids, offsets_K1)
-    offsets_N = out[3] if out else fresh(sum(part.numel() for part in ids), dtype=torch.int64)
+    sizes = [span.numel() for span in spans]
+    offsets_N = out[3] if out else fresh(sum(sizes), dtype=torch.int64)
     if shards_N is not None:
         shards_N = shards_N.contiguous()
-    found = core.FusedReorder(
-        [address(span) for span in spans],
-        [span.numel() for span in spans],
-        list(dims),
-        num,
-        _RULE_NUMBERS[rule],
-        0 if shards_N is None else address(shards_N),
-        address(offsets_N),
-        torch.get_num_threads(),
-    )
+    lists = [address(span) for span in spans], sizes, list(dims)
+    how = num, RULES[rule], 0 if shards_N is None else address(shards_N)
+    found = core.FusedReorder(*lists, *how, address(offsets_N), torch.get_num_threads())
     if found.bad != GOOD and shards_N is not None:  # only of given ones
         raise shard_error(what, shards_N, num, found.bad)
     if out:
@@ -135,24 +139,6 @@ def _core_fused_reorder(*arguments: Any, out: Sequence[Tensor] = ()) -> Found:
         sizes_WK = fresh(num * len(dims), dtype=torch.int64)
     found.write(address(ids_U), address(counts_U), address(sizes_WK))
     return ids_U, counts_U, sizes_WK, offsets_N
-
-
-def _reference_fused_reorder(*arguments: Any) -> Found:
-    ids, offsets_K1, dims, num, rule, shards_N, what = _Reordering(*arguments)
-    spans = _spans(what, ids, offsets_K1)
-    if rule == "hash_ranges" and shards_N is not None:
-        owners = [_range_shards(span, line) for span, line in zip(spans, shards_N, strict=True)]
-    elif shards_N is not None:
-        owners = list(torch.split(shards_N, [span.numel() for span in spans]))
-    else:
-        shard_by = floormod if rule == "floormod" else unsigned_mod
-        owners = [shard_by(span, num) for span in spans]
-    return reference.fused_reorder_given(spans, num, dims, owners)
-
-
-def _range_shards(ids_N: Tensor, line: Tensor) -> Tensor:
-    shares_N = (buckets_of(mix64(ids_N ^ line[0])) * line[1]) >> BUCKET_BITS
-    return line[2 + shares_N]
 
 
 def _fake_fused_reorder(
@@ -167,16 +153,11 @@ def _core_fused_reorder_into(*arguments: Any) -> None:
     _core_fused_reorder(*arguments[:6], *arguments[11:], out=arguments[6:11])
 
 
-def _reference_fused_reorder_into(*arguments: Any) -> None:
-    found = _reference_fused_reorder(*arguments[:6], *arguments[11:])
-    write_heads(found, arguments[6:11])
-
-
 def _check_fused_reorder(*arguments: Any) -> None:
     what = arguments[-1] if isinstance(arguments[-1], str) else _WHAT
     ids, offsets_K1, _, num, rule, shards_N, _ = _Reordering(*arguments[:6])
     if shards_N is not None and rule == "given":
-        raise_bad_shards(what, shards_N, num)
+        core_partition(shards_N.cpu(), num, what)
     if offsets_K1 is not None:
         read_offsets(_operation(what), offsets_K1, ids[0].numel())
 
@@ -187,7 +168,6 @@ _NAMED = f'str what="{_WHAT}"'
 fused_reorder = operator(
     f"fused_reorder({_ARGUMENTS}, {_NAMED}) -> (Tensor, Tensor, Tensor, Tensor)",
     from_host=True,
-    reference=_reference_fused_reorder,
     core=_core_fused_reorder,
     triton="ids:fused_reorder",
     fake=_fake_fused_reorder,
@@ -198,7 +178,6 @@ fused_reorder_into = operator(
     f"fused_reorder_into({_ARGUMENTS}, Tensor(a!) ids_out_N, Tensor(b!) counts_out_N, "
     f"Tensor(c!) sizes_out_WK, Tensor(d!) offsets_out_N, Tensor(e!) size_out_1, {_NAMED}) -> ()",
     from_host=True,
-    reference=_reference_fused_reorder_into,
     core=_core_fused_reorder_into,
     triton="ids:fused_reorder_into",
     fake=lambda *_: None,
@@ -206,7 +185,7 @@ fused_reorder_into = operator(
 )
 
 
-Tables = tuple[list[Tensor], Tensor | None, list[int]]
+_Tables = tuple[list[Tensor], Tensor | None, list[int]]
 
 
 def reorder_by_indices(ids_N: Tensor, shards_N: Tensor, num_of_shards: int) -> Reorder:
@@ -224,14 +203,12 @@ def reorder_by_indices(ids_N: Tensor, shards_N: Tensor, num_of_shards: int) -> R
         InputError: on two devices, num_of_shards below 1, a shard out of range.
     """
     op = "reorder_by_indices"
-    keys_N = _keys(op, ids_N, shards_N, num_of_shards)
-    shards_N = shards_N.long()
-    found = fused_reorder([keys_N], None, [1], num_of_shards, "given", shards_N, f"{op}: shards_N")
-    keys_U, _, sizes_W, _ = found
+    given = _given(op, ids_N, shards_N, num_of_shards)
+    keys_U, _, sizes_W, _ = fused_reorder(*given)
     keys_U = keys_U[_mirrored(sizes_W, keys_U.numel())]
     if ids_N.ndim == 1:
         return Reorder(keys_U, sizes_W)
-    return Reorder(_rows_by_key(ids_N, keys_N)[keys_U], sizes_W)
+    return Reorder(_rows_by_key(ids_N, given.ids[0])[keys_U], sizes_W)
 
 
 def reorder_by_indices_into(
@@ -253,7 +230,8 @@ def reorder_by_indices_into(
         as `reorder_by_indices`; DTypeError and ShapeError also for outputs that are not so.
     """
     op = "reorder_by_indices_into"
-    keys_N = _keys(op, ids_N, shards_N, num_of_shards)
+    given = _given(op, ids_N, shards_N, num_of_shards)
+    keys_N = given.ids[0]
     check_outs(
         op,
         ids_N,
@@ -262,20 +240,8 @@ def reorder_by_indices_into(
         size_out_1=(size_out_1, (1,)),
     )
     found_N, counts_N, offsets_N = (torch.empty_like(keys_N) for _ in range(3))
-    fused_reorder_into(
-        [keys_N],
-        None,
-        [1],
-        num_of_shards,
-        "given",
-        shards_N.long(),
-        found_N,
-        counts_N,
-        sizes_out_W,
-        offsets_N,
-        size_out_1,
-        f"{op}: shards_N",
-    )
+    outs = found_N, counts_N, sizes_out_W, offsets_N, size_out_1
+    fused_reorder_into(*given[:-1], *outs, given.what)
     inside_N = torch.arange(keys_N.numel(), device=keys_N.device) < size_out_1
     found_N = torch.where(inside_N, found_N[_mirrored(sizes_out_W, keys_N.numel())], 0)
     if ids_N.ndim == 2:
@@ -307,13 +273,15 @@ def fused_reorder_by_indices(
             shard_by's out of range.
     """
     op = "fused_reorder_by_indices"
-    parts, offsets_K1, dims = tables_of(op, ids, dim_sizes)
-    check_num(op, "num_of_shards", num_of_shards)
-    rule, shards_N = _shard_rule(op, parts, num_of_shards, shard_by)
-    ids_U, counts_U, sizes_WK, offsets_N = fused_reorder(
-        parts, offsets_K1, dims, num_of_shards, rule, shards_N
-    )
-    return _reordered(ids, dims, ids_U, counts_U, sizes_WK, offsets_N)
+    given = _by_rule(op, _tables(op, ids, dim_sizes), num_of_shards, shard_by)
+    ids_U, counts_U, sizes_WK, offsets_N = fused_reorder(*given)
+    if isinstance(ids, Ragged):
+        lengths_K = ids.lengths
+    else:
+        lengths = [part.numel() for part in ids]
+        lengths_K = torch.tensor(lengths, dtype=torch.int64, device="cpu")
+    shard_sizes_W = sizes_WK.view(-1, len(given.dims)).sum(1)
+    return FusedReorder(ids_U, counts_U, shard_sizes_W, sizes_WK, lengths_K, offsets_N)
 
 
 def fused_reorder_by_indices_into(
@@ -338,36 +306,23 @@ def fused_reorder_by_indices_into(
         as `fused_reorder_by_indices`; ShapeError also for outputs of other shapes.
     """
     op = "fused_reorder_by_indices_into"
-    parts, offsets_K1, dims = tables_of(op, ids, dim_sizes)
-    check_num(op, "num_of_shards", num_of_shards)
-    n = sum(part.numel() for part in parts)
+    tables = _tables(op, ids, dim_sizes)
+    given = _by_rule(op, tables, num_of_shards, shard_by)
+    n = sum(part.numel() for part in given.ids)
     check_outs(
         op,
-        parts[0],
+        given.ids[0],
         ids_out_N=(ids_out_N, (n,)),
         counts_out_N=(counts_out_N, (n,)),
-        slot_sizes_out_WK=(slot_sizes_out_WK, (num_of_shards * len(dims),)),
+        slot_sizes_out_WK=(slot_sizes_out_WK, (num_of_shards * len(given.dims),)),
         offsets_out_N=(offsets_out_N, (n,)),
         size_out_1=(size_out_1, (1,)),
     )
-    rule, shards_N = _shard_rule(op, parts, num_of_shards, shard_by)
-    fused_reorder_into(
-        parts,
-        offsets_K1,
-        dims,
-        num_of_shards,
-        rule,
-        shards_N,
-        ids_out_N,
-        counts_out_N,
-        slot_sizes_out_WK,
-        offsets_out_N,
-        size_out_1,
-        f"{op}: shard_by's result",
-    )
+    outs = ids_out_N, counts_out_N, slot_sizes_out_WK, offsets_out_N, size_out_1
+    fused_reorder_into(*given[:-1], *outs, given.what)
 
 
-def tables_of(op: str, ids: Sequence[Tensor] | Ragged, dims: Sequence[int] | None) -> Tables:
+def _tables(op: str, ids: Sequence[Tensor] | Ragged, dims: Sequence[int] | None) -> _Tables:
     """Ids, offsets where they are a ragged's, and row widths of the tables, checked."""
     if isinstance(ids, Ragged):
         parts, offsets_K1, tables = [ids.values], ids.offsets_B1, ids.batch_size
@@ -377,7 +332,7 @@ def tables_of(op: str, ids: Sequence[Tensor] | Ragged, dims: Sequence[int] | Non
         raise value_error(op, "number of tables", tables, "1 or more")
     for place, part in enumerate(parts):
         check_ids(op, f"ids[{place}]", part)
-    one_device(op, **{f"ids_{place}": part for place, part in enumerate(parts)})
+    check_devices(op, **{f"ids_{place}": part for place, part in enumerate(parts)})
     widths = [1] * tables if dims is None else [int(dim) for dim in dims]
     if len(widths) != tables:
         raise shape_error(op, "number of row widths", len(widths), f"{tables}, one per table")
@@ -386,51 +341,37 @@ def tables_of(op: str, ids: Sequence[Tensor] | Ragged, dims: Sequence[int] | Non
     return parts, offsets_K1, widths
 
 
-def _shard_rule(
-    op: str, parts: Sequence[Tensor], num: int, shard_by: ShardBy
-) -> tuple[str, Tensor | None]:
-    """The name of a rule the kernels know, or "given" and what another rule says of each id."""
-    if shard_by is floormod:
-        return "floormod", None
-    if shard_by is unsigned_mod:
-        return "unsigned_mod", None
+def _by_rule(op: str, tables: _Tables, num: int, shard_by: ShardBy) -> _Reordering:
+    """By a rule that core and kernels know, or by what another says of each id."""
+    check_num(op, "num_of_shards", num)
+    what = f"{op}: shard_by's result"
+    if shard_by is floormod or shard_by is unsigned_mod:
+        rule = "floormod" if shard_by is floormod else "unsigned_mod"
+        return _Reordering(*tables, num, rule, None, what)
+    parts = tables[0]
     given = [shard_by(part, num) for part in parts]
     for part, shards_N in zip(parts, given, strict=True):
         check_shards(op, "shard_by's result", shards_N, num)
         check_lengths(op, "ids", part, "shards", shards_N)
-    return "given", torch.cat(given).long()
+    return _Reordering(*tables, num, "given", torch.cat(given).long(), what)
 
 
-def _reordered(
-    ids: Sequence[Tensor] | Ragged,
-    dims: Sequence[int],
-    ids_U: Tensor,
-    counts_U: Tensor,
-    sizes_WK: Tensor,
-    offsets_N: Tensor,
-) -> FusedReorder:
-    if isinstance(ids, Ragged):
-        offset_sizes_K = ids.lengths
-    else:
-        offset_sizes_K = torch.tensor(
-            [part.numel() for part in ids], dtype=torch.int64, device="cpu"
-        )
-    shard_sizes_W = sizes_WK.view(-1, len(dims)).sum(1)
-    return FusedReorder(ids_U, counts_U, shard_sizes_W, sizes_WK, offset_sizes_K, offsets_N)
-
-
-def _keys(op: str, ids_N: Tensor, shards_N: Tensor, num: int) -> Tensor:
-    """The ids, or int64 [N] that are equal for equal rows: 0..U-1 in order of first appearance."""
+def _given(op: str, ids_N: Tensor, shards_N: Tensor, num: int) -> _Reordering:
+    """By given shards, of one table: of the ids or, for rows of ids, of what equal rows share."""
     check_ids(op, "ids_N", ids_N, dims=(1, 2))
     check_shards(op, "shards_N", shards_N, num)
     check_lengths(op, "shards_N", shards_N, "ids_N", ids_N)
-    if ids_N.ndim == 1:
-        return ids_N.contiguous()
-    n, columns = ids_N.shape
+    keys_N = ids_N.contiguous() if ids_N.ndim == 1 else _keys(op, ids_N)
+    return _Reordering([keys_N], None, [1], num, "given", shards_N.long(), f"{op}: shards_N")
+
+
+def _keys(op: str, ids_NC: Tensor) -> Tensor:
+    """int64 [N] that are equal for equal rows: 0..U-1 in order of first appearance."""
+    n, columns = ids_NC.shape
     if columns < 1:
         raise shape_error(op, "shape of ids_N", (n, columns), "1 column or more")
-    keys_N = _inverse(ids_N[:, 0])
-    for column_N in ids_N.unbind(1)[1:]:
+    keys_N = _inverse(ids_NC[:, 0])
+    for column_N in ids_NC.unbind(1)[1:]:
         keys_N = _inverse(keys_N * n + _inverse(column_N))
     return keys_N
 
@@ -438,14 +379,8 @@ def _keys(op: str, ids_N: Tensor, shards_N: Tensor, num: int) -> Tensor:
 def _inverse(ids_N: Tensor) -> Tensor:
     """`inverse_N` of `dedup`, without waiting for the device."""
     ids_N = ids_N.contiguous()
-    ids_out_N, counts_N, inverse_N = (torch.empty_like(ids_N) for _ in range(3))
-    dedup_into(
-        ids_N,
-        ids_out_N=ids_out_N,
-        counts_out_N=counts_N,
-        inverse_out_N=inverse_N,
-        size_out_1=ids_N.new_empty(1),
-    )
+    found_N, counts_N, inverse_N = (torch.empty_like(ids_N) for _ in range(3))
+    dedup_heads(ids_N, found_N, counts_N, inverse_N, ids_N.new_empty(1))
     return inverse_N
 
 
@@ -488,11 +423,8 @@ def unique_key_with_value_and_offset(
         InputError: no slots, or a width below 1.
     """
     op = "unique_key_with_value_and_offset"
-    parts, _, widths = tables_of(op, key, dims)
-    starts_N, floats_K = _row_starts(op, key, widths)
-    keys_U, counts_U, sizes_K, inverse_N = fused_reorder(
-        parts, key.offsets_B1, [1] * len(widths), 1, "floormod", None
-    )
+    given, starts_N, floats_K = _slots(op, key, dims)
+    keys_U, counts_U, sizes_K, inverse_N = fused_reorder(*given)
     unique_key = Ragged.from_lengths(keys_U, sizes_K)
     splits_U1 = torch.nn.functional.pad(counts_U.cumsum(0), (1, 0))
     value_offset = ValueOffset(_by_key(starts_N, inverse_N), splits_U1, unique_key.offsets_B1)
@@ -524,41 +456,30 @@ def unique_key_with_value_and_offset_into(
         not so, InputError for some on another device.
     """
     op = "unique_key_with_value_and_offset_into"
-    parts, _, widths = tables_of(op, key, dims)
-    n, slots = key.values.numel(), len(widths)
+    given, starts_N, _ = _slots(op, key, dims)
+    n, slots = key.values.numel(), key.batch_size
     check_outs(
         op,
-        parts[0],
+        key.values,
         keys_out_N=(keys_out_N, (n,)),
         key_splits_out_K1=(key_splits_out_K1, (slots + 1,)),
         offsets_out_N=(offsets_out_N, (n,)),
         splits_out_N1=(splits_out_N1, (n + 1,)),
         size_out_1=(size_out_1, (1,)),
     )
-    starts_N, _ = _row_starts(op, key, widths)
     counts_N = torch.zeros_like(keys_out_N)  # behind the last key there are none
     sizes_K, inverse_N = keys_out_N.new_empty(slots), torch.empty_like(keys_out_N)
-    fused_reorder_into(
-        parts,
-        key.offsets_B1,
-        [1] * slots,
-        1,
-        "floormod",
-        None,
-        keys_out_N,
-        counts_N,
-        sizes_K,
-        inverse_N,
-        size_out_1,
-    )
+    fused_reorder_into(*given[:-1], keys_out_N, counts_N, sizes_K, inverse_N, size_out_1)
     offsets_out_N.copy_(_by_key(starts_N, inverse_N))
     for out, sizes in ((key_splits_out_K1, sizes_K), (splits_out_N1, counts_N)):
         out[:1].zero_()
         out[1:].copy_(sizes.cumsum(0))
 
 
-def _row_starts(op: str, key: Ragged, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Where each occurrence's row starts in the buffer [N], and floats of each slot [K]."""
+def _slots(op: str, key: Ragged, dims: Sequence[int]) -> tuple[_Reordering, Tensor, Tensor]:
+    """Keys by slot; where each key's row starts in the buffer [N]; floats of each slot [K]."""
+    parts, offsets_K1, widths = _tables(op, key, dims)
+    given = _Reordering(parts, offsets_K1, [1] * len(widths), 1, "floormod", None)
     rows_N = value_rowids(op, key)
     device = rows_N.device
     if torch.compiler.is_compiling():  # a constant of the graph
@@ -569,7 +490,7 @@ def _row_starts(op: str, key: Ragged, widths: Sequence[int]) -> tuple[Tensor, Te
     # Occurrence i of slot k starts at (floats before the slot) + d_k * (i - first of the slot).
     bases_K = floats_K.cumsum(0) - floats_K - dims_K * key.offsets_B1[:-1]
     places_N = torch.arange(rows_N.numel(), device=device)
-    return bases_K[rows_N] + dims_K[rows_N] * places_N, floats_K
+    return given, bases_K[rows_N] + dims_K[rows_N] * places_N, floats_K
 
 
 def _by_key(starts_N: Tensor, inverse_N: Tensor) -> Tensor:

@@ -1,1 +1,0 @@
-"""Operators in plain torch, on any device and dtype: what `forced("reference")` runs."""
