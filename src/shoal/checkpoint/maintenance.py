@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import secrets
 import time
 from collections import Counter
@@ -139,9 +138,9 @@ def _look(
     wrong: list[tuple[str, str]] = []
     found: Counter[tuple[str, str]] = Counter()
 
-    def tried(path: str, look: Callable[[], object]) -> None:
+    def tried(path: str, look: Callable[..., object], *arguments: object) -> None:
         try:
-            look()
+            look(*arguments)
         except CheckpointError as error:
             wrong.append((path, str(error)))
 
@@ -151,9 +150,9 @@ def _look(
 
     for file in manifest.files:
         if rows and file.kind in _HASHED:
-            tried(file.path, functools.partial(inside, file))
+            tried(file.path, inside, file)
         else:
-            tried(file.path, functools.partial(check_streaming, storage, file))
+            tried(file.path, check_streaming, storage, file)
     sound = rows and not wrong
     wrong += _overlaps(manifest)
     if not sound:
@@ -163,7 +162,7 @@ def _look(
     if "dense" in paths:
         tried(paths["dense"], lambda: DenseReader(storage).every())
     if "state" in paths:
-        tried(paths["state"], lambda: job_state.read(storage, manifest))
+        tried(paths["state"], job_state.read, storage, manifest)
     for table in manifest.tables:
         for kind, wanted in (("rows", table.rows), ("deleted", table.deleted)):
             if (got := found[kind, table.key]) != wanted:
@@ -301,44 +300,37 @@ def _compared(key: str, rows_a: Chain, rows_b: Chain) -> TableDiff:
     table = rows_a.tables[a]
     piece = max(1, _PIECE_BYTES // table.row_bytes)
     ranges = max(list(rows_a.ranges(a, piece)), list(rows_b.ranges(b, piece)), key=len)
-    counts: Counter[str] = Counter()
+    counts = [0] * 5
     largest = [0.0, 0.0]
     for start, stop in ranges:
         one, other = rows_a.read(a, start, stop), rows_b.read(b, start, stop)
         in_a, in_b = torch.isin(one[0], other[0]), torch.isin(other[0], one[0])
-        counts["only_a"] += int((~in_a).sum())
-        counts["only_b"] += int((~in_b).sum())
         one, other = selected(one, in_a), selected(other, in_b)  # each in order of hash
-        apart = [_differences(one[k], other[k]) for k in (4, 5)]
-        changed_R = (apart[0] > 0) | (apart[1] > 0)
+        far = [_largest(one[k], other[k]) for k in (4, 5)]
+        changed_R = (far[0] > 0) | (far[1] > 0)
         touched_R = ~changed_R & ((one[2] != other[2]) | (one[3] != other[3]))
-        counts["changed"] += int(changed_R.sum())
-        counts["touched"] += int(touched_R.sum())
-        counts["equal"] += int((~changed_R & ~touched_R).sum())
+        found = (~in_a, ~in_b, ~changed_R & ~touched_R, changed_R, touched_R)
+        counts = [count + int(part.sum()) for count, part in zip(counts, found, strict=True)]
         if len(one[0]):
             largest = [
-                max(was, float(now_R.max())) for was, now_R in zip(largest, apart, strict=True)
+                max(was, float(now_R.max())) for was, now_R in zip(largest, far, strict=True)
             ]
-    return TableDiff(
-        key=key,
-        only_a=counts["only_a"],
-        only_b=counts["only_b"],
-        equal=counts["equal"],
-        changed=counts["changed"],
-        touched=counts["touched"],
-        weights_difference=largest[0],
-        state_difference=largest[1],
-    )
+    return TableDiff(key, *counts, *largest)
 
 
-def _differences(a_RD: Tensor, b_RD: Tensor) -> Tensor:
-    """float64 [R]: the largest |a - b| of each row; infinite where one is not a number."""
+def apart(a: Tensor, b: Tensor) -> Tensor:
+    """float64: |a - b|; 0 where they are alike, also as NaN; infinite where one is not a number."""
+    a, b = a.double(), b.double()
+    difference = (a - b).abs().nan_to_num_(nan=float("inf"))
+    difference[(a == b) | (a.isnan() & b.isnan())] = 0.0
+    return difference
+
+
+def _largest(a_RD: Tensor, b_RD: Tensor) -> Tensor:
+    """float64 [R]: of each row."""
     if not a_RD.shape[1]:
         return torch.zeros(len(a_RD), dtype=torch.float64, device="cpu")
-    a_RD, b_RD = a_RD.double(), b_RD.double()
-    difference = (a_RD - b_RD).abs().nan_to_num_(nan=float("inf"))
-    difference[(a_RD == b_RD) | (a_RD.isnan() & b_RD.isnan())] = 0.0
-    return difference.amax(1)
+    return apart(a_RD, b_RD).amax(1)
 
 
 def compact(store: CheckpointStore, name: str) -> Manifest:
@@ -388,16 +380,15 @@ def _write_full(folder: Storage, chain: Chain) -> Manifest:
     files = [*write_tables(folder, counted, chain.read)]
     copied = ("admission", "sketch", "dense", "state")
     files += [_copied(chain.last.storage, folder, one) for one in last.files if one.kind in copied]
+    pairs = zip(chain.tables, counted, strict=True)
+    tables = tuple(dataclasses.replace(table, rows=one.rows, deleted=0) for table, one in pairs)
     return dataclasses.replace(
         last,
         id=secrets.token_hex(16),
         kind="full",
         parent=None,
         created_s=int(time.time()),
-        tables=tuple(
-            dataclasses.replace(table, rows=one.rows, deleted=0)
-            for table, one in zip(chain.tables, counted, strict=True)
-        ),
+        tables=tables,
         files=tuple(files),
     )
 

@@ -122,12 +122,8 @@ class OtherRankFailed(CheckpointError):
     """Another rank could not continue; it says why when the ranks next agree."""
 
     def __init__(self) -> None:
-        super().__init__(
-            "a save by all ranks",
-            got="a failure on another rank",
-            allowed="all ranks to continue",
-            remedy="Look at that rank's error.",
-        )
+        got, remedy = "a failure on another rank", "Look at that rank's error."
+        super().__init__("a save by all ranks", got, "all ranks to continue", remedy)
 
 
 class ShardedTable(NamedTuple):
@@ -344,10 +340,8 @@ class ShardedRows:
                 yield span, number, speakers(one.hosted, writer, span.start, span.stop)
 
     def _read(self, span: HashSpan, number: int) -> Columns:
-        table = self.tables[span.table]
-        source = table.sources[number]
-        if source is None:
-            raise AssertionError(f"rank {self._rank} has no rows of slice {number} of {table.key}")
+        source = self.tables[span.table].sources[number]
+        assert source is not None, f"no slice {number} on rank {self._rank}"
         return source.read(span.start, span.stop)
 
     def _joined(self, span: HashSpan, found: Sequence[list[Columns]]) -> Columns:
@@ -388,8 +382,7 @@ def _unpacked(data: Tensor, layouts: Sequence[RowLayout], rows_X: Sequence[int])
         part = []
         for field in layout.fields:
             size = rows * field.row_bytes
-            flat = data[at : at + size].view(field.dtype)
-            part.append(flat if field.width is None else flat.view(rows, field.width))
+            part.append(data[at : at + size].view(field.dtype).view(field.shape(rows)))
             at += size + -size % _ALIGNED
         parts.append(tuple(part))
     return parts
