@@ -117,17 +117,19 @@ class Chain:
         """Index of a table by its key, "collection/table"."""
         return [table.key for table in self.tables].index(key)
 
+    def along(self, key: str) -> list[SavedTable]:
+        """A table in each link that has it, the full one first."""
+        return [table for link in self.links if (table := link.table(key)) is not None]
+
     def most_rows(self, key: str) -> int:
         """Rows that a table has at most: those of all links together."""
-        found = (link.table(key) for link in self.links)
-        return sum(table.rows for table in found if table is not None)
+        return sum(table.rows for table in self.along(key))
 
     def fewest_rows(self, key: str) -> int:
         """Rows that a table has at least."""
         fewest = 0
-        for table in (link.table(key) for link in self.links):
-            if table is not None:
-                fewest = max(table.rows, fewest - table.deleted)
+        for table in self.along(key):
+            fewest = max(table.rows, fewest - table.deleted)
         return fewest
 
     def histogram(self, table: int, bits: int) -> Tensor:
@@ -162,8 +164,7 @@ class Chain:
 
     def ranges(self, table: int, rows: int) -> Iterator[tuple[int, int]]:
         """Ascending ranges of hashes that have about that many rows, or fewer, of all links."""
-        own = [link.table(self.tables[table].key) for link in self.links]
-        total = sum(one.rows + one.deleted for one in own if one is not None)
+        total = sum(one.rows + one.deleted for one in self.along(self.tables[table].key))
         if total:
             # A hash is a mix of the id's bits, so that even ranges have about even numbers.
             bits = max(0, (-(-total // rows) - 1).bit_length())

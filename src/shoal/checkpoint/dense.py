@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (
-    FileSystemBase,
+    FileSystem,
     FileSystemReader,
     FileSystemWriter,
     _StorageInfo,
@@ -76,7 +76,7 @@ def write(
     collectives = collectives or LocalCollectives()
     files = _Files(storage)
     writer = FileSystemWriter(FOLDER, single_file_per_rank=True, sync_files=False)
-    writer.fs, writer.path = cast(Any, files), FOLDER
+    writer.fs, writer.path = files, FOLDER  # which its index has as a text
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     first = collectives.rank == 0
 
@@ -133,7 +133,7 @@ class DenseReader:
 
     def __init__(self, storage: Storage) -> None:
         self._reader = FileSystemReader(FOLDER)
-        self._reader.fs, self._reader.path = cast(Any, _Files(storage)), FOLDER
+        self._reader.fs = _Files(storage)
         self._storage = storage
         with self._parsing():
             self.metadata = _index(storage)
@@ -261,7 +261,7 @@ class _PlainPlanner(DefaultLoadPlanner):
         self.state_dict[read_item.dest_index.fqn] = loaded
 
 
-class _Files(FileSystemBase):
+class _Files(FileSystem):
     """What torch's readers and writers ask of a file system. Files are durable once closed.
 
     It renames nothing: the manifest commits, so a file has its final name at once.
@@ -281,21 +281,11 @@ class _Files(FileSystemBase):
             yield file
         self.written.append(file)
 
-    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
-        return f"{os.fspath(path)}/{suffix}"
-
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         assert os.fspath(path) == os.fspath(new_path) + _TEMPORARY
 
-    def init_path(self, path: str | os.PathLike[str]) -> str:
-        return os.fspath(path)
-
     def mkdir(self, path: str | os.PathLike[str]) -> None:
         self._storage.make()
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
         return False
@@ -581,10 +571,9 @@ class DenseLoad:
             there = self._reader.shape(prefix + key)
             here = tuple(state[key].shape) if isinstance(state[key], Tensor) else None
             if there != here:
-                problems.append(
-                    f"{key!r} of module {name!r} has shape {_said(there)} in it, {_said(here)} in "
-                    "the model"
-                )
+                shapes = ["none" if one is None else str(list(one)) for one in (there, here)]
+                text = f"{key!r} of module {name!r} has shape"
+                problems.append(f"{text} {shapes[0]} in it, {shapes[1]} in the model")
             values[prefix + key] = None if here is None else torch.empty_like(state[key].detach())
         return values
 
@@ -628,10 +617,6 @@ def _take(values: dict[str, Any], key: str, value: Any, rank: int) -> None:
     elif rank == 0:
         check_state({"value": value}, f"{key} of a checkpoint")
         values[key] = copy.deepcopy(value)
-
-
-def _said(shape: tuple[int, ...] | None) -> str:
-    return "none" if shape is None else str(list(shape))
 
 
 def _differs(storage: Storage, problems: list[str]) -> CheckpointError:

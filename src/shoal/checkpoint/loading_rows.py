@@ -333,10 +333,7 @@ class RowLoader:
         Not where many may be left out as expired.
         """
         for key, targets in self._targets.items():
-            saved = sum(
-                max(one.rows for link in chain.links if (one := link.table(key)) is not None)
-                for chain in self._chains
-            )
+            saved = sum(max(one.rows for one in chain.along(key)) for chain in self._chains)
             for target in targets:
                 if self._now_s is None or target.match.spec.expiry is None:
                     target.shard.expect(target.table, -(-saved // target.hosted.shares))

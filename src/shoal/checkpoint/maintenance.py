@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from shoal.checkpoint import job_state
-from shoal.checkpoint.chain import Chain
+from shoal.checkpoint.chain import Chain, Link
 from shoal.checkpoint.dense import DenseReader
 from shoal.checkpoint.manifest import MANIFEST, Manifest, SavedFile, commit
 from shoal.checkpoint.row_files import (
@@ -89,16 +88,15 @@ def verify(url: str | Path, *, chain: bool = True, rows: bool = True) -> Report:
     links = _links(store, name, chain, problems)
     unlisted = []
     buffer = ReadBuffer()
-    for folder, manifest in links:
-        storage = store.folder(folder)
-        wrong = _look(storage, manifest, rows, buffer)
-        problems.extend(Problem(folder, *why) for why in wrong)
-        named = {file.path for file in manifest.files} | {MANIFEST, WRITER}
-        unlisted += [f"{folder}/{path}" for path in storage.files() if path not in named]
-    files = [file for _, manifest in links for file in manifest.files]
+    for link in links:
+        folder = link.storage.name
+        problems.extend(Problem(folder, *why) for why in _look(link, rows, buffer))
+        named = {file.path for file in link.manifest.files} | {MANIFEST, WRITER}
+        unlisted += [f"{folder}/{path}" for path in link.storage.files() if path not in named]
+    files = [file for link in links for file in link.manifest.files]
     return Report(
         url=store.folder(name).url,
-        checkpoints=tuple(folder for folder, _ in links) or (name,),
+        checkpoints=tuple(link.storage.name for link in links) or (name,),
         files=len(files),
         bytes=sum(file.bytes for file in files),
         rows=sum(file.rows for file in files if file.kind in _HASHED) if rows else 0,
@@ -107,11 +105,9 @@ def verify(url: str | Path, *, chain: bool = True, rows: bool = True) -> Report:
     )
 
 
-def _links(
-    store: CheckpointStore, name: str, chain: bool, problems: list[Problem]
-) -> list[tuple[str, Manifest]]:
-    """Folders and manifests, the full one first; those that cannot be read are problems."""
-    links: list[tuple[str, Manifest]] = []
+def _links(store: CheckpointStore, name: str, chain: bool, problems: list[Problem]) -> list[Link]:
+    """The full one first; those that cannot be read are problems."""
+    links: list[Link] = []
     folder: str | None = name
     while folder is not None:
         try:
@@ -119,9 +115,9 @@ def _links(
         except CheckpointError as error:
             problems.append(Problem(folder, MANIFEST, str(error)))
             break
-        links.insert(0, (folder, manifest))
+        links.insert(0, Link(store.folder(folder), manifest))
         folder = manifest.parent.folder if chain and manifest.parent else None
-        if len(links) > 1 and folder in {one for one, _ in links}:
+        if len(links) > 1 and folder in {link.storage.name for link in links}:
             break  # a circle, which the chain below refuses
     if chain and not problems:
         try:
@@ -131,10 +127,9 @@ def _links(
     return links
 
 
-def _look(
-    storage: Storage, manifest: Manifest, rows: bool, buffer: ReadBuffer
-) -> list[tuple[str, str]]:
+def _look(link: Link, rows: bool, buffer: ReadBuffer) -> list[tuple[str, str]]:
     """(file, what is wrong with it) of one checkpoint."""
+    storage, manifest = link.storage, link.manifest
     wrong: list[tuple[str, str]] = []
     found: Counter[tuple[str, str]] = Counter()
 
@@ -145,7 +140,7 @@ def _look(
             wrong.append((path, str(error)))
 
     def inside(file: SavedFile) -> None:
-        for key, count in _ordered(storage, file, manifest, buffer):
+        for key, count in _ordered(link, file, buffer):
             found[file.kind, key] += count
 
     for file in manifest.files:
@@ -171,10 +166,9 @@ def _look(
     return wrong
 
 
-def _ordered(
-    storage: Storage, file: SavedFile, manifest: Manifest, buffer: ReadBuffer
-) -> Iterator[tuple[str, int]]:
+def _ordered(link: Link, file: SavedFile, buffer: ReadBuffer) -> Iterator[tuple[str, int]]:
     """Tables of a file and their rows, batch after batch, which are by hash in its range."""
+    storage, manifest = link.storage, link.manifest
     names = {table.key: table.hash_name for table in manifest.tables}
     last_table, last_key = -1, 0
     layout = layout_of(file, manifest.tables)
@@ -381,8 +375,8 @@ def _write_full(folder: Storage, chain: Chain) -> Manifest:
     copied = ("admission", "sketch", "dense", "state")
     files += [_copied(chain.last.storage, folder, one) for one in last.files if one.kind in copied]
     pairs = zip(chain.tables, counted, strict=True)
-    tables = tuple(dataclasses.replace(table, rows=one.rows, deleted=0) for table, one in pairs)
-    return dataclasses.replace(
+    tables = tuple(replace(table, rows=one.rows, deleted=0) for table, one in pairs)
+    return replace(
         last,
         id=secrets.token_hex(16),
         kind="full",

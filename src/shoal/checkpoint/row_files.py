@@ -403,12 +403,9 @@ class RowFileWriter:
             self._table = table_index
         rows, at, batch = len(columns[0]), 0, self._layout.batch_rows
         while at < rows:
-            if not self._staged_rows and rows - at >= batch:
-                self._write_batch(selected(columns, slice(at, at + batch)))
-                at += batch
-                continue
             taken = min(rows - at, batch - self._staged_rows)
-            self._stage(selected(columns, slice(at, at + taken)))
+            write = self._write_batch if taken == batch else self._stage
+            write(selected(columns, slice(at, at + taken)))
             at += taken
 
     def close(self) -> SavedFile:
