@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 from shoal import checkpoint
 from shoal.checkpoint import CheckpointStore, Contents
 from shoal.checkpoint.formats import parquet
-from shoal.checkpoint.formats.monolith import frame
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.row_files import RowLayout
 from shoal.checkpoint.storage import Storage
@@ -27,6 +26,7 @@ from shoal.cli import app
 from shoal.table.facade import Table
 from shoal.table.hosting import HostedTables
 from shoal.table.spec import Segment, TableSpec
+from support.foreign_rows import frame
 from support.saved_rows import HandTable, by_hash, rows_of, save_by_hand
 
 LAYOUT = RowLayout.rows(dim=3, state_width=3, dtype="float32")

@@ -145,7 +145,7 @@ def moments(chosen: random.Random, kills: int) -> Iterator[tuple[str, int]]:
             yield "", 0
         else:
             point = POINTS[number // 2 % len(POINTS)]
-            most = {"renaming": 6, "renamed": 6, "removing": 24}.get(point, 40)
+            most = {"half written": 400, "renaming": 6, "renamed": 6, "removing": 24}.get(point, 40)
             yield point, chosen.randrange(1, most)
 
 

@@ -188,13 +188,13 @@ def _dies_at(point: str, nth: int, report: Callable[..., None]) -> None:
         case "half written":
             inner = sink.write
 
-            def half(self: storage.LocalSink, parts: list[memoryview], crc32: int) -> int:
+            def half(self: storage.LocalSink, part: memoryview, crc32: int) -> int:
                 if left[0] == 1:
-                    inner(self, [memoryview(parts[0].cast("B")[: parts[0].nbytes // 2])], crc32)
+                    inner(self, part[: part.nbytes // 2], crc32)
                     self._cached()
                     self._put()
                 passed()
-                return inner(self, parts, crc32)
+                return inner(self, part, crc32)
 
             sink.write = half  # type: ignore[method-assign]
         case "closing":

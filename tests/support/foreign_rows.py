@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import struct
+
 import torch
 
 from shoal.checkpoint.formats.foreign import Entries
+from shoal.checkpoint.formats.monolith import masked_crc32c
 from shoal.placement import hash_ids, sort_key
 from shoal.table.values import RowChunk
 
 NAMES = ("ids", "weights", "state", "versions", "last_seen_s", "counts")
+
+
+def frame(record: bytes) -> bytes:
+    """A record of a TFRecord file: with its length and checksums around it."""
+    length = struct.pack("<Q", len(record))
+    crc_length, crc_record = masked_crc32c([length, record])
+    return length + struct.pack("<I", crc_length) + record + struct.pack("<I", crc_record)
 
 
 def chunk_of(rows: int, dim: int, state: int, dtype: torch.dtype = torch.float32) -> RowChunk:

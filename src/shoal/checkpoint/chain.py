@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -30,9 +31,6 @@ from shoal.checkpoint.writing_plan import ascends, bounds, histogram
 from shoal.errors import CheckpointError
 from shoal.placement import hash_ids, sort_key
 from shoal.table.shard import HASHES
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 _OPEN = 32  # readers: to open a file costs more than to read a batch
 _IDS_AT_ONCE = 1 << 18
@@ -89,7 +87,10 @@ class Chain:
         )
         self.last = self.links[-1]
         self.tables = self.last.manifest.tables
-        self._files: dict[tuple[int, str], _RangedFile] = {}
+        self._files = [
+            [_RangedFile(one.storage, file, one.manifest.tables) for file in one.manifest.files]
+            for one in self.links
+        ]
         self._open = lru_cache(maxsize=_OPEN)(_RangedFile.reader)
         if check:
             self.check_forms({table.key for table in self.tables})
@@ -116,17 +117,19 @@ class Chain:
         """Index of a table by its key, "collection/table"."""
         return [table.key for table in self.tables].index(key)
 
+    def along(self, key: str) -> list[SavedTable]:
+        """A table in each link that has it, the full one first."""
+        return [table for link in self.links if (table := link.table(key)) is not None]
+
     def most_rows(self, key: str) -> int:
         """Rows that a table has at most: those of all links together."""
-        found = (link.table(key) for link in self.links)
-        return sum(table.rows for table in found if table is not None)
+        return sum(table.rows for table in self.along(key))
 
     def fewest_rows(self, key: str) -> int:
         """Rows that a table has at least."""
         fewest = 0
-        for table in (link.table(key) for link in self.links):
-            if table is not None:
-                fewest = max(table.rows, fewest - table.deleted)
+        for table in self.along(key):
+            fewest = max(table.rows, fewest - table.deleted)
         return fewest
 
     def histogram(self, table: int, bits: int) -> Tensor:
@@ -161,8 +164,7 @@ class Chain:
 
     def ranges(self, table: int, rows: int) -> Iterator[tuple[int, int]]:
         """Ascending ranges of hashes that have about that many rows, or fewer, of all links."""
-        own = [link.table(self.tables[table].key) for link in self.links]
-        total = sum(one.rows + one.deleted for one in own if one is not None)
+        total = sum(one.rows + one.deleted for one in self.along(self.tables[table].key))
         if total:
             # A hash is a mix of the id's bits, so that even ranges have about even numbers.
             bits = max(0, (-(-total // rows) - 1).bit_length())
@@ -176,13 +178,13 @@ class Chain:
         """Sort keys and columns of the rows of a range that count, batch after batch."""
         key, newer = self.tables[table].key, Newer()
         for number in reversed(range(len(self.links))):
-            for saved in self.links[number].manifest.files:
-                alive = saved.kind == "rows"
+            for file in self._files[number]:
+                saved, alive = file.saved, file.saved.kind == "rows"
                 if not alive and (saved.kind != "deleted" or number == 0):
                     continue
                 if key not in saved.tables or saved.start >= stop or saved.stop <= start:
                     continue
-                for keys, columns in self._ranged(number, saved).rows(
+                for keys, columns in file.rows(
                     self._open, saved.tables.index(key), start, stop, ids_only or not alive
                 ):
                     fresh = newer.unseen(number, columns[0], remember=number > 0)
@@ -190,12 +192,6 @@ class Chain:
                         keys, columns = keys[fresh], selected(columns, fresh)
                     if alive:
                         yield keys, columns
-
-    def _ranged(self, link: int, saved: SavedFile) -> _RangedFile:
-        if (link, saved.path) not in self._files:
-            one = self.links[link]
-            self._files[link, saved.path] = _RangedFile(one.storage, saved, one.manifest.tables)
-        return self._files[link, saved.path]
 
 
 def runs(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (
-    FileSystemBase,
+    FileSystem,
     FileSystemReader,
     FileSystemWriter,
     _StorageInfo,
@@ -76,7 +76,7 @@ def write(
     collectives = collectives or LocalCollectives()
     files = _Files(storage)
     writer = FileSystemWriter(FOLDER, single_file_per_rank=True, sync_files=False)
-    writer.fs, writer.path = cast(Any, files), FOLDER
+    writer.fs, writer.path = files, FOLDER  # which its index has as a text
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     first = collectives.rank == 0
 
@@ -89,25 +89,22 @@ def write(
 
     here: list[Metadata] = []
 
-    def write() -> tuple[Any, tuple[SavedFile, ...]]:
+    def write() -> Any:
         # Every rank makes the plan of all: it is a function of what all have heard.
         everything, metadata = planner.create_global_plan(plans)
         here.append(metadata)
         own = planner.finish_plan(writer.prepare_global_plan(everything)[collectives.rank])
-        results = writer.write_data(own, planner).value() if own.items else []
-        return results, files.saved()
+        return writer.write_data(own, planner).value() if own.items else []
 
-    parts = together(collectives, "writing the dense part of a checkpoint", write)
+    results = together(collectives, "writing the dense part of a checkpoint", write)
 
-    def finish() -> tuple[SavedFile, ...]:
-        files.clear()
+    def finish() -> list[SavedFile]:
         if first:
-            writer.finish(here[0], [results for results, _ in parts])
-        return files.saved()
+            writer.finish(here[0], results)
+        return [saved_file(file, "dense") for file in files.written]
 
-    index = together(collectives, "index of the dense part of a checkpoint", finish)
-    found = [one for _, own in parts for one in own] + [one for own in index for one in own]
-    return tuple(sorted(found, key=lambda one: one.path))
+    every = together(collectives, "index of the dense part of a checkpoint", finish)
+    return tuple(sorted((one for own in every for one in own), key=lambda one: one.path))
 
 
 def check_files(
@@ -136,7 +133,7 @@ class DenseReader:
 
     def __init__(self, storage: Storage) -> None:
         self._reader = FileSystemReader(FOLDER)
-        self._reader.fs, self._reader.path = cast(Any, _Files(storage)), FOLDER
+        self._reader.fs = _Files(storage)
         self._storage = storage
         with self._parsing():
             self.metadata = _index(storage)
@@ -145,8 +142,8 @@ class DenseReader:
                 for one in self.metadata.state_dict_metadata.values()
                 if isinstance(one, TensorStorageMetadata)
             )
-            wanted, paths = sum(sizes), storage.files()
-            held = sum(storage.size(path) for path in paths if path.startswith(f"{FOLDER}/"))
+            wanted, there = sum(sizes), storage.sizes().items()
+            held = sum(size for path, size in there if path.startswith(f"{FOLDER}/"))
             if wanted > held:
                 raise damaged(
                     storage, _INDEX, f"tensors of {wanted} bytes", f"{held} bytes of files"
@@ -161,10 +158,15 @@ class DenseReader:
         size = getattr(self.metadata.state_dict_metadata[key], "size", None)
         return None if size is None else tuple(size)
 
-    def dtype(self, key: str) -> torch.dtype:
-        """Dtype of a tensor."""
-        found: torch.dtype = self.metadata.state_dict_metadata[key].properties.dtype  # type: ignore[union-attr]
-        return found
+    def place(self, key: str, like: object = None) -> Tensor | None:
+        """An empty tensor of the saved form, split over ranks where `like` is; None for others."""
+        saved = self.metadata.state_dict_metadata[key]
+        if not isinstance(saved, TensorStorageMetadata):
+            return None
+        dtype = saved.properties.dtype
+        if isinstance(like, DTensor) and like.shape == saved.size:
+            return torch.empty_like(like.detach(), dtype=dtype)
+        return torch.empty(saved.size, dtype=dtype, device="cpu")
 
     def names(self) -> Iterator[str]:
         """Names of all values."""
@@ -190,10 +192,7 @@ class DenseReader:
 
     def value(self, key: str) -> Any:
         """A value by its name, in new memory."""
-        shape = self.shape(key)
-        values = {
-            key: None if shape is None else torch.empty(shape, dtype=self.dtype(key), device="cpu")
-        }
+        values: dict[str, Any] = {key: self.place(key)}
         self.fill(values)
         return values[key]
 
@@ -262,7 +261,7 @@ class _PlainPlanner(DefaultLoadPlanner):
         self.state_dict[read_item.dest_index.fqn] = loaded
 
 
-class _Files(FileSystemBase):
+class _Files(FileSystem):
     """What torch's readers and writers ask of a file system. Files are durable once closed.
 
     It renames nothing: the manifest commits, so a file has its final name at once.
@@ -270,15 +269,7 @@ class _Files(FileSystemBase):
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._written: list[DurableFile] = []
-
-    def saved(self) -> tuple[SavedFile, ...]:
-        """What was written since `clear`."""
-        return tuple(saved_file(file, "dense") for file in self._written)
-
-    def clear(self) -> None:
-        """Forget what was written."""
-        self._written = []
+        self.written: list[DurableFile] = []
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
@@ -288,23 +279,13 @@ class _Files(FileSystemBase):
             return
         with self._storage.create(os.fspath(path).removesuffix(_TEMPORARY)) as file:
             yield file
-        self._written.append(file)
-
-    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
-        return f"{os.fspath(path)}/{suffix}"
+        self.written.append(file)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         assert os.fspath(path) == os.fspath(new_path) + _TEMPORARY
 
-    def init_path(self, path: str | os.PathLike[str]) -> str:
-        return os.fspath(path)
-
     def mkdir(self, path: str | os.PathLike[str]) -> None:
         self._storage.make()
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
         return False
@@ -385,36 +366,19 @@ def _read_optimizer(
     problems = _unpaired(
         ("state of ", label), f"optimizer:{name}.", sorted(names), sorted(saved), options
     )
-    own = [parameter for parameter in names if parameter in saved]
-    tensors = {parameter: rest["tensors"].get(parameter, ()) for parameter in own}
-    places = {
-        f"{prefix}state/{parameter}/{key}": _place(
-            reader, f"{prefix}state/{parameter}/{key}", state[parameter]
-        )
-        for parameter in own
-        for key in tensors[parameter]
-    }
     groups = _groups(label, optimizer, names, saved, problems)
-    if problems:
-        return {}, problems
-    reader.fill(places)
-    loaded = {}
+    loaded: dict[int, dict[str, Any]] = {}
+    places: dict[str, Any] = {}
     for index, parameter in enumerate(names):
-        if parameter in saved:
-            values = {k: places[f"{prefix}state/{parameter}/{k}"] for k in tensors[parameter]}
-            values.update(rest["values"].get(parameter, {}))
-            if values:
-                loaded[index] = values
-    return {"state": loaded, "param_groups": groups}, []
-
-
-def _place(reader: DenseReader, key: str, parameter: Any) -> Tensor:
-    """An empty tensor of the saved form; split over ranks where its parameter is."""
-    shape, dtype = reader.shape(key), reader.dtype(key)
-    assert shape is not None
-    if isinstance(parameter, DTensor) and tuple(parameter.shape) == shape:
-        return torch.empty_like(parameter.detach(), dtype=dtype)
-    return torch.empty(shape, dtype=dtype, device="cpu")
+        values = dict(rest["values"].get(parameter, {}))
+        for key in rest["tensors"].get(parameter, ()):
+            where = f"{prefix}state/{parameter}/{key}"
+            values[key] = places[where] = reader.place(where, state[parameter])
+        if values:
+            loaded[index] = values
+    if not problems:
+        reader.fill(places)
+    return {"state": loaded, "param_groups": groups}, problems
 
 
 def _groups(
@@ -532,9 +496,12 @@ class DenseLoad:
         options: LoadOptions,
     ) -> None:
         self._storage, self._manifest, self._options = storage, manifest, options
-        optimizers = _single(optimizers, modules) if options.state else {}
-        problems = _unpaired(("module ", ""), "module:", modules, manifest.modules, options)
-        if options.state:
+        problems: list[str] = []
+        modules = modules if options.dense else {}
+        optimizers = _single(optimizers, modules) if options.dense and options.state else {}
+        if options.dense:
+            problems += _unpaired(("module ", ""), "module:", modules, manifest.modules, options)
+        if options.dense and options.state:
             words = ("optimizer ", "")
             problems += _unpaired(words, "optimizer:", optimizers, manifest.optimizers, options)
         if problems:
@@ -570,16 +537,14 @@ class DenseLoad:
         """
         if self._reader is None:
             return
-        for name, values in self._values.items():
-            into = {f"module/{name}/{key}": value for key, value in values.items()}
-            self._reader.fill(into)
-            self._values[name] = {key: into[f"module/{name}/{key}"] for key in values}
+        for values in self._values.values():
+            self._reader.fill(values)
         problems: list[str] = []
         for name, optimizer in self._optimizers.items():
             known = _known(name, self._every)
-            found = _read_optimizer(name, optimizer, known, self._reader, self._options)
-            self._states[name] = found[0]
-            problems += found[1]
+            state, wrong = _read_optimizer(name, optimizer, known, self._reader, self._options)
+            self._states[name] = state
+            problems += wrong
         if problems:
             raise _differs(self._storage, problems)
 
@@ -587,13 +552,14 @@ class DenseLoad:
         """Put what was read in place."""
         for name, values in self._values.items():
             bare = _bare(self._modules[name])
+            own = {key.removeprefix(f"module/{name}/"): value for key, value in values.items()}
             with torch.no_grad():
-                bare.load_state_dict({**bare.state_dict(), **values})
+                bare.load_state_dict({**bare.state_dict(), **own})
         for name, state in self._states.items():
             self._optimizers[name].load_state_dict(state)
 
     def _places(self, name: str, module: nn.Module, problems: list[str]) -> dict[str, Any]:
-        """Empty tensors like the module's, for what is saved of it."""
+        """Empty tensors like the module's, for what is saved of it, by its names there."""
         assert self._reader is not None
         prefix = f"module/{name}/"
         state = named_state(module)
@@ -605,11 +571,10 @@ class DenseLoad:
             there = self._reader.shape(prefix + key)
             here = tuple(state[key].shape) if isinstance(state[key], Tensor) else None
             if there != here:
-                problems.append(
-                    f"{key!r} of module {name!r} has shape {_said(there)} in it, {_said(here)} in "
-                    "the model"
-                )
-            values[key] = None if here is None else torch.empty_like(state[key].detach())
+                shapes = ["none" if one is None else str(list(one)) for one in (there, here)]
+                text = f"{key!r} of module {name!r} has shape"
+                problems.append(f"{text} {shapes[0]} in it, {shapes[1]} in the model")
+            values[prefix + key] = None if here is None else torch.empty_like(state[key].detach())
         return values
 
 
@@ -652,10 +617,6 @@ def _take(values: dict[str, Any], key: str, value: Any, rank: int) -> None:
     elif rank == 0:
         check_state({"value": value}, f"{key} of a checkpoint")
         values[key] = copy.deepcopy(value)
-
-
-def _said(shape: tuple[int, ...] | None) -> str:
-    return "none" if shape is None else str(list(shape))
 
 
 def _differs(storage: Storage, problems: list[str]) -> CheckpointError:

@@ -48,12 +48,9 @@ class Contents:
         for name, tables in self.tables.items():
             placed = 1 if tables.placement is None else tables.placement.world_size
             if placed != world_size:
-                raise InputError(
-                    f"placement of collection {name!r}",
-                    got=f"one on {placed} ranks",
-                    allowed=f"one on {world_size}, as collectives has",
-                    remedy="Pass the collectives of all ranks of the job.",
-                )
+                what, got = f"placement of collection {name!r}", f"one on {placed} ranks"
+                remedy = "Pass the collectives of all ranks of the job."
+                raise InputError(what, got, f"one on {world_size}, as collectives has", remedy)
 
 
 STATE_PATH = "state.pt"
@@ -122,10 +119,7 @@ def _encoded(value: Any, what: str) -> bytes:
         buffer.seek(0)
         torch.load(buffer, weights_only=True, map_location="cpu")
     except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:
-        raise CheckpointError(
-            what,
-            got=str(error).strip().partition("\n")[0],
-            allowed="dicts, lists, tuples, numbers, strings, bytes and tensors",
-            remedy="Turn other values into these.",
-        ) from error
+        got = str(error).strip().partition("\n")[0]
+        allowed = "dicts, lists, tuples, numbers, strings, bytes and tensors"
+        raise CheckpointError(what, got, allowed, "Turn other values into these.") from error
     return buffer.getvalue()

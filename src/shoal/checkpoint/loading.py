@@ -99,15 +99,15 @@ def load(
     (one,) = prepared
     try:
         tallies = together(ranks, f"loading the tables of checkpoint {name}", one.rows.load)
-        together(ranks, f"reading the dense part of checkpoint {name}", one.read_dense)
+        together(ranks, f"reading the dense part of checkpoint {name}", one.dense.read)
         applied = together(ranks, f"applying checkpoint {name}", lambda: one.apply(max(versions)))
     except BaseException:
         one.rows.clear()
         raise
     if ranks.rank == 0:
         one.warn_of_seeds()
-    rows = _summed(one.matches, (tally.rows for tally in tallies))
-    expired = _summed(one.matches, (tally.expired for tally in tallies))
+    rows = _summed(one.matches, [tally.rows for tally in tallies])
+    expired = _summed(one.matches, [tally.expired for tally in tallies])
     whole = (
         one.is_whole
         and wanted.state
@@ -198,27 +198,16 @@ class _Load:
         targets = targets_of(self.matches, contents.tables, ranks.rank)
         _check_empty(targets)
         self.rows = RowLoader(
-            (chain,),
-            targets,
-            rank=ranks.rank,
-            alone=ranks.world_size == 1,
-            now_s=options.now_s,
+            (chain,), targets, rank=ranks.rank, alone=ranks.world_size == 1, now_s=options.now_s
         )
-        self._dense: DenseLoad | None = None
-        if options.dense:
-            self._dense = DenseLoad(
-                self._storage,
-                self.manifest,
-                contents.modules,
-                contents.optimizers,
-                options,
-            )
+        self.dense = DenseLoad(
+            self._storage, self.manifest, contents.modules, contents.optimizers, options
+        )
         self.state = job_state.read(self._storage, self.manifest)
 
     def check(self) -> int:
         """Compare what is dense; the version that this rank's tables are at."""
-        if self._dense is not None:
-            self._dense.check(self._ranks.rank, self._ranks.world_size)
+        self.dense.check(self._ranks.rank, self._ranks.world_size)
         return max((shard.close_version() for shard in self._shards()), default=0)
 
     def warn_of_seeds(self) -> None:
@@ -235,11 +224,6 @@ class _Load:
                 self.manifest.seed,
                 ", ".join(map(str, sorted(seeds))),
             )
-
-    def read_dense(self) -> None:
-        """Read modules and optimizers into memory next to those in use."""
-        if self._dense is not None:
-            self._dense.read()
 
     @property
     def is_whole(self) -> bool:
@@ -272,8 +256,7 @@ class _Load:
                 hosting.shard.last_step = max(hosting.shard.last_step, *steps)
         if self._resumes:
             self._resume()
-        if self._dense is not None:
-            self._dense.apply()
+        self.dense.apply()
         return {key: cursors[id(one.shard)] for key, one in self._contents.tables.items()}
 
     def _resume(self) -> None:
@@ -298,17 +281,10 @@ def _found(url: str | Path) -> tuple[str, str]:
 def _check_empty(targets: Iterable[Target]) -> None:
     full = [t.match.key for t in targets if t.shard.size(t.table)]
     if full:
-        raise CheckpointError(
-            "tables to load",
-            got=f"rows in {', '.join(map(repr, dict.fromkeys(full)))}",
-            allowed="empty tables",
-            remedy="Load into a freshly built job, or clear them first.",
-        )
+        got = f"rows in {', '.join(map(repr, dict.fromkeys(full)))}"
+        remedy = "Load into a freshly built job, or clear them first."
+        raise CheckpointError("tables to load", got, "empty tables", remedy)
 
 
-def _summed(matches: Iterable[TableMatch], parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total = {match.key: 0 for match in matches}
-    for part in parts:
-        for key, rows in part.items():
-            total[key] += rows
-    return total
+def _summed(matches: Iterable[TableMatch], parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    return {one.key: sum(part.get(one.key, 0) for part in parts) for one in matches}

@@ -26,6 +26,7 @@ from shoal.checkpoint.row_files import (
     read_checked,
     read_rows,
     selected,
+    tallied,
 )
 from shoal.checkpoint.sharded_rows import slices_of
 from shoal.checkpoint.table_match import SegmentMatch, TableMatch
@@ -137,32 +138,28 @@ class Trim:
         self._capacity, self._recent = capacity_rows, on_full == "lru"
         self._values_V = torch.empty(0, dtype=torch.int64, device="cpu")  # ascending
         self._rows_V = torch.empty(0, dtype=torch.int64, device="cpu")
-        self._threshold: int | None = None
+        self._threshold = -1  # all are kept
         self._room = 0  # for rows at the threshold; those above are all kept
 
     def weigh(self, chunk: RowChunk) -> None:
         """Count rows."""
-        values, rows = torch.unique(self._value(chunk), return_counts=True)
-        every = torch.cat([self._values_V, values])
-        self._values_V, place = torch.unique(every, return_inverse=True)
-        counts = torch.cat([self._rows_V, rows])
-        self._rows_V = torch.zeros_like(self._values_V).index_add_(0, place, counts)
+        value_R = self._value(chunk)
+        every = torch.cat([self._values_V, value_R])
+        rows = torch.cat([self._rows_V, torch.ones_like(value_R)])
+        self._values_V, self._rows_V = tallied(every, rows)
 
     def weighed(self) -> None:
         """All rows were counted: `kept` may be called."""
         above = self._rows_V.flip(0).cumsum(0).flip(0)  # rows of this value or a larger one
         fits = above <= self._capacity
-        if bool(fits.all()):
-            return
-        last = int((~fits).nonzero()[-1])
-        self._threshold = int(self._values_V[last])
-        self._room = self._capacity - int(above[last] - self._rows_V[last])
+        if not bool(fits.all()):
+            last = int((~fits).nonzero()[-1])
+            self._threshold = int(self._values_V[last])
+            self._room = self._capacity - int(above[last] - self._rows_V[last])
 
     def kept(self, chunk: RowChunk) -> Tensor:
         """bool [R]: rows to keep."""
         value_R = self._value(chunk)
-        if self._threshold is None:
-            return torch.ones_like(value_R, dtype=torch.bool)
         equal_R = value_R == self._threshold
         taken_R = equal_R & (equal_R.cumsum(0) <= self._room)
         self._room -= int(taken_R.sum())
@@ -263,7 +260,6 @@ class RowLoader:
         self._rows: Counter[str] = Counter()
         self._expired: Counter[str] = Counter()
         self._unfit: Counter[str] = Counter()
-        self._weighing = False
 
     def load(self) -> LoadTally:
         """Load everything.
@@ -284,9 +280,7 @@ class RowLoader:
             if not trims:
                 raise
             self.clear()
-            self._weighing = True
-            self._pass()
-            self._weighing = False
+            self._pass(weigh=True)
             for trim in trims:
                 trim.weighed()
             self._pass()
@@ -306,8 +300,11 @@ class RowLoader:
                     target.table, AdmissionState(none, none.clone(), cells)
                 )
 
-    def _pass(self) -> None:
-        """Once over all files, from the newest to the oldest of each run."""
+    def _pass(self, *, weigh: bool = False) -> None:
+        """Once over all files, from the newest to the oldest of each run.
+
+        weigh: have rows weighed by those who choose some of them; none is loaded.
+        """
         for counter in (self._rows, self._expired, self._unfit):
             counter.clear()
         self._expect()
@@ -328,7 +325,7 @@ class RowLoader:
                             fresh = seen.unseen(one.link, columns[0], remember=remember)
                             if one.file.kind == "rows":
                                 rows = columns if fresh is None else selected(columns, fresh)
-                                self._load_rows(self._targets[key], chunk_of(key, rows))
+                                self._load_rows(self._targets[key], chunk_of(key, rows), weigh)
 
     def _expect(self) -> None:
         """Announce the number of rows to tables: about as many as the largest link has.
@@ -336,10 +333,7 @@ class RowLoader:
         Not where many may be left out as expired.
         """
         for key, targets in self._targets.items():
-            saved = sum(
-                max(one.rows for link in chain.links if (one := link.table(key)) is not None)
-                for chain in self._chains
-            )
+            saved = sum(max(one.rows for one in chain.along(key)) for chain in self._chains)
             for target in targets:
                 if self._now_s is None or target.match.spec.expiry is None:
                     target.shard.expect(target.table, -(-saved // target.hosted.shares))
@@ -359,7 +353,7 @@ class RowLoader:
         layout = layout_of(file, link.manifest.tables)
         return read_rows(link.storage, file, layout, buffer, version=link.manifest.version)
 
-    def _load_rows(self, targets: Sequence[Target], chunk: RowChunk) -> None:
+    def _load_rows(self, targets: Sequence[Target], chunk: RowChunk, weigh: bool) -> None:
         adapted: Adapted | None = None
         last: TableMatch | None = None
         for target in targets:
@@ -370,9 +364,9 @@ class RowLoader:
                     self._unfit[last.key] += adapted.unfit
             rows = target.rows(adapted.chunk, self._rank)
             trim = target.trim
-            if trim is not None and self._weighing:
-                trim.weigh(rows)
-            if self._weighing:
+            if weigh:
+                if trim is not None:
+                    trim.weigh(rows)
                 continue
             if trim is not None:
                 rows = _kept(rows, trim.kept(rows))
@@ -383,34 +377,33 @@ class RowLoader:
 
     def _load_admission(self) -> None:
         """Admission counters are whole in every checkpoint: the newest has all."""
-        saved = [self._admission(chain.last) for chain in self._chains]
-        for target in joined.from_iterable(self._targets.values()):
-            key = target.match.saved.key
-            found_here = [one[key] for one in saved if key in one]
-            if target.match.admission and found_here:
-                spec, hosted = target.match.spec, target.hosted
-                own = [hosted_admission(spec, hosted, self._rank, one) for one in found_here]
-                cells = _largest([one.cells for one in own])
-                target.shard.load_admission_state(target.table, _counters(own, cells))
-
-    def _admission(self, link: Link) -> dict[str, AdmissionState]:
-        """Admission counters of a checkpoint by key."""
-        none = torch.empty(0, dtype=torch.int64, device="cpu")
         parts: dict[str, list[AdmissionState]] = {}
+        for chain in self._chains:
+            for key, state in self._admission(chain.last):
+                parts.setdefault(key, []).append(state)
+        for target in joined.from_iterable(self._targets.values()):
+            spec, hosted = target.match.spec, target.hosted
+            own = [
+                hosted_admission(spec, hosted, self._rank, one)
+                for one in parts.get(target.match.saved.key, ())
+            ]
+            if target.match.admission and own:
+                ids = torch.cat([one.ids for one in own])
+                counts = torch.cat([one.counts for one in own])
+                cells = _largest([one.cells for one in own if one.cells])
+                target.shard.load_admission_state(target.table, AdmissionState(ids, counts, cells))
+
+    def _admission(self, link: Link) -> Iterator[tuple[str, AdmissionState]]:
+        """Admission counters of a checkpoint, a part at a time, with their table's key."""
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
         for file in filter(self._wanted, link.manifest.files):
             if file.kind == "sketch":
                 cells = read_checked(link.storage, file).numpy().tobytes()
-                parts.setdefault(file.tables[0], []).append(AdmissionState(none, none, cells))
+                yield file.tables[0], AdmissionState(none, none, cells)
             elif file.kind == "admission":
-                for index, (ids_P, counts_P) in read_rows(
-                    link.storage, file, RowLayout.ids(counted=True)
-                ):
-                    found = AdmissionState(ids_P, counts_P, b"")
-                    parts.setdefault(file.tables[index], []).append(found)
-        return {
-            key: _counters(found, b"".join(one.cells for one in found))
-            for key, found in parts.items()
-        }
+                layout = RowLayout.ids(counted=True)
+                for index, (ids_P, counts_P) in read_rows(link.storage, file, layout):
+                    yield file.tables[index], AdmissionState(ids_P, counts_P, b"")
 
 
 def _ahead(
@@ -434,19 +427,10 @@ def _ahead(
             yield result
 
 
-def _counters(parts: Sequence[AdmissionState], cells: bytes) -> AdmissionState:
-    """Ids and counts of all parts, and these cells."""
-    ids, counts = [one.ids for one in parts], [one.counts for one in parts]
-    return AdmissionState(torch.cat(ids), torch.cat(counts), cells)
-
-
 def _largest(sketches: Sequence[bytes]) -> bytes:
     """Each cell's largest count: counters only grow, and who does not own a cell has an old one."""
-    if len(sketches) == 1:
-        return sketches[0]
     cells = [np.frombuffer(one, dtype="<u4") for one in sketches]
-    largest: bytes = np.maximum.reduce(cells).tobytes()
-    return largest
+    return bytes(np.maximum.reduce(cells)) if cells else b""
 
 
 def _choose(targets: Iterable[Target]) -> list[Trim]:

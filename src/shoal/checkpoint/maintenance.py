@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from shoal.checkpoint import job_state
-from shoal.checkpoint.chain import Chain
+from shoal.checkpoint.chain import Chain, Link
 from shoal.checkpoint.dense import DenseReader
 from shoal.checkpoint.manifest import MANIFEST, Manifest, SavedFile, commit
 from shoal.checkpoint.row_files import (
@@ -90,16 +88,15 @@ def verify(url: str | Path, *, chain: bool = True, rows: bool = True) -> Report:
     links = _links(store, name, chain, problems)
     unlisted = []
     buffer = ReadBuffer()
-    for folder, manifest in links:
-        storage = store.folder(folder)
-        wrong = _look(storage, manifest, rows, buffer)
-        problems.extend(Problem(folder, *why) for why in wrong)
-        named = {file.path for file in manifest.files} | {MANIFEST, WRITER}
-        unlisted += [f"{folder}/{path}" for path in storage.files() if path not in named]
-    files = [file for _, manifest in links for file in manifest.files]
+    for link in links:
+        folder = link.storage.name
+        problems.extend(Problem(folder, *why) for why in _look(link, rows, buffer))
+        named = {file.path for file in link.manifest.files} | {MANIFEST, WRITER}
+        unlisted += [f"{folder}/{path}" for path in link.storage.files() if path not in named]
+    files = [file for link in links for file in link.manifest.files]
     return Report(
         url=store.folder(name).url,
-        checkpoints=tuple(folder for folder, _ in links) or (name,),
+        checkpoints=tuple(link.storage.name for link in links) or (name,),
         files=len(files),
         bytes=sum(file.bytes for file in files),
         rows=sum(file.rows for file in files if file.kind in _HASHED) if rows else 0,
@@ -108,11 +105,9 @@ def verify(url: str | Path, *, chain: bool = True, rows: bool = True) -> Report:
     )
 
 
-def _links(
-    store: CheckpointStore, name: str, chain: bool, problems: list[Problem]
-) -> list[tuple[str, Manifest]]:
-    """Folders and manifests, the full one first; those that cannot be read are problems."""
-    links: list[tuple[str, Manifest]] = []
+def _links(store: CheckpointStore, name: str, chain: bool, problems: list[Problem]) -> list[Link]:
+    """The full one first; those that cannot be read are problems."""
+    links: list[Link] = []
     folder: str | None = name
     while folder is not None:
         try:
@@ -120,9 +115,9 @@ def _links(
         except CheckpointError as error:
             problems.append(Problem(folder, MANIFEST, str(error)))
             break
-        links.insert(0, (folder, manifest))
+        links.insert(0, Link(store.folder(folder), manifest))
         folder = manifest.parent.folder if chain and manifest.parent else None
-        if len(links) > 1 and folder in {one for one, _ in links}:
+        if len(links) > 1 and folder in {link.storage.name for link in links}:
             break  # a circle, which the chain below refuses
     if chain and not problems:
         try:
@@ -132,28 +127,27 @@ def _links(
     return links
 
 
-def _look(
-    storage: Storage, manifest: Manifest, rows: bool, buffer: ReadBuffer
-) -> list[tuple[str, str]]:
+def _look(link: Link, rows: bool, buffer: ReadBuffer) -> list[tuple[str, str]]:
     """(file, what is wrong with it) of one checkpoint."""
+    storage, manifest = link.storage, link.manifest
     wrong: list[tuple[str, str]] = []
     found: Counter[tuple[str, str]] = Counter()
 
-    def tried(path: str, look: Callable[[], object]) -> None:
+    def tried(path: str, look: Callable[..., object], *arguments: object) -> None:
         try:
-            look()
+            look(*arguments)
         except CheckpointError as error:
             wrong.append((path, str(error)))
 
     def inside(file: SavedFile) -> None:
-        for key, count in _ordered(storage, file, manifest, buffer):
+        for key, count in _ordered(link, file, buffer):
             found[file.kind, key] += count
 
     for file in manifest.files:
         if rows and file.kind in _HASHED:
-            tried(file.path, functools.partial(inside, file))
+            tried(file.path, inside, file)
         else:
-            tried(file.path, functools.partial(check_streaming, storage, file))
+            tried(file.path, check_streaming, storage, file)
     sound = rows and not wrong
     wrong += _overlaps(manifest)
     if not sound:
@@ -163,7 +157,7 @@ def _look(
     if "dense" in paths:
         tried(paths["dense"], lambda: DenseReader(storage).every())
     if "state" in paths:
-        tried(paths["state"], lambda: job_state.read(storage, manifest))
+        tried(paths["state"], job_state.read, storage, manifest)
     for table in manifest.tables:
         for kind, wanted in (("rows", table.rows), ("deleted", table.deleted)):
             if (got := found[kind, table.key]) != wanted:
@@ -172,10 +166,9 @@ def _look(
     return wrong
 
 
-def _ordered(
-    storage: Storage, file: SavedFile, manifest: Manifest, buffer: ReadBuffer
-) -> Iterator[tuple[str, int]]:
+def _ordered(link: Link, file: SavedFile, buffer: ReadBuffer) -> Iterator[tuple[str, int]]:
     """Tables of a file and their rows, batch after batch, which are by hash in its range."""
+    storage, manifest = link.storage, link.manifest
     names = {table.key: table.hash_name for table in manifest.tables}
     last_table, last_key = -1, 0
     layout = layout_of(file, manifest.tables)
@@ -301,44 +294,37 @@ def _compared(key: str, rows_a: Chain, rows_b: Chain) -> TableDiff:
     table = rows_a.tables[a]
     piece = max(1, _PIECE_BYTES // table.row_bytes)
     ranges = max(list(rows_a.ranges(a, piece)), list(rows_b.ranges(b, piece)), key=len)
-    counts: Counter[str] = Counter()
+    counts = [0] * 5
     largest = [0.0, 0.0]
     for start, stop in ranges:
         one, other = rows_a.read(a, start, stop), rows_b.read(b, start, stop)
         in_a, in_b = torch.isin(one[0], other[0]), torch.isin(other[0], one[0])
-        counts["only_a"] += int((~in_a).sum())
-        counts["only_b"] += int((~in_b).sum())
         one, other = selected(one, in_a), selected(other, in_b)  # each in order of hash
-        apart = [_differences(one[k], other[k]) for k in (4, 5)]
-        changed_R = (apart[0] > 0) | (apart[1] > 0)
+        far = [_largest(one[k], other[k]) for k in (4, 5)]
+        changed_R = (far[0] > 0) | (far[1] > 0)
         touched_R = ~changed_R & ((one[2] != other[2]) | (one[3] != other[3]))
-        counts["changed"] += int(changed_R.sum())
-        counts["touched"] += int(touched_R.sum())
-        counts["equal"] += int((~changed_R & ~touched_R).sum())
+        found = (~in_a, ~in_b, ~changed_R & ~touched_R, changed_R, touched_R)
+        counts = [count + int(part.sum()) for count, part in zip(counts, found, strict=True)]
         if len(one[0]):
             largest = [
-                max(was, float(now_R.max())) for was, now_R in zip(largest, apart, strict=True)
+                max(was, float(now_R.max())) for was, now_R in zip(largest, far, strict=True)
             ]
-    return TableDiff(
-        key=key,
-        only_a=counts["only_a"],
-        only_b=counts["only_b"],
-        equal=counts["equal"],
-        changed=counts["changed"],
-        touched=counts["touched"],
-        weights_difference=largest[0],
-        state_difference=largest[1],
-    )
+    return TableDiff(key, *counts, *largest)
 
 
-def _differences(a_RD: Tensor, b_RD: Tensor) -> Tensor:
-    """float64 [R]: the largest |a - b| of each row; infinite where one is not a number."""
+def apart(a: Tensor, b: Tensor) -> Tensor:
+    """float64: |a - b|; 0 where they are alike, also as NaN; infinite where one is not a number."""
+    a, b = a.double(), b.double()
+    difference = (a - b).abs().nan_to_num_(nan=float("inf"))
+    difference[(a == b) | (a.isnan() & b.isnan())] = 0.0
+    return difference
+
+
+def _largest(a_RD: Tensor, b_RD: Tensor) -> Tensor:
+    """float64 [R]: of each row."""
     if not a_RD.shape[1]:
         return torch.zeros(len(a_RD), dtype=torch.float64, device="cpu")
-    a_RD, b_RD = a_RD.double(), b_RD.double()
-    difference = (a_RD - b_RD).abs().nan_to_num_(nan=float("inf"))
-    difference[(a_RD == b_RD) | (a_RD.isnan() & b_RD.isnan())] = 0.0
-    return difference.amax(1)
+    return apart(a_RD, b_RD).amax(1)
 
 
 def compact(store: CheckpointStore, name: str) -> Manifest:
@@ -388,16 +374,15 @@ def _write_full(folder: Storage, chain: Chain) -> Manifest:
     files = [*write_tables(folder, counted, chain.read)]
     copied = ("admission", "sketch", "dense", "state")
     files += [_copied(chain.last.storage, folder, one) for one in last.files if one.kind in copied]
-    return dataclasses.replace(
+    pairs = zip(chain.tables, counted, strict=True)
+    tables = tuple(replace(table, rows=one.rows, deleted=0) for table, one in pairs)
+    return replace(
         last,
         id=secrets.token_hex(16),
         kind="full",
         parent=None,
         created_s=int(time.time()),
-        tables=tuple(
-            dataclasses.replace(table, rows=one.rows, deleted=0)
-            for table, one in zip(chain.tables, counted, strict=True)
-        ),
+        tables=tables,
         files=tuple(files),
     )
 

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from shoal.checkpoint.storage import Storage
 from shoal.errors import CheckpointError
+from shoal.table.rows import REAL_DTYPES, WEIGHT_DTYPES
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
 _Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]  # what a file name may have
@@ -79,9 +80,8 @@ class SavedTable:
     @property
     def row_bytes(self) -> int:
         """Bytes that a row takes in a file, the number of its table left out."""
-        state_bytes = 8 if self.dtype == "float64" else 4
-        row = self.dim * _WEIGHT_BYTES[self.dtype] + self.state_width * state_bytes
-        return _ID_BYTES + 3 * _WORD_BYTES + row
+        weight, real = WEIGHT_DTYPES[self.dtype].itemsize, REAL_DTYPES[self.dtype].itemsize
+        return _ID_BYTES + 3 * _WORD_BYTES + self.dim * weight + self.state_width * real
 
     @property
     def dim(self) -> int:
@@ -94,7 +94,7 @@ class SavedTable:
         return sum(segment.state_width for segment in self.segments)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SavedFile:
     """A file, its path below the checkpoint's folder.
 
@@ -162,7 +162,6 @@ class Manifest:
     files: tuple[SavedFile, ...] = ()
 
 
-_WEIGHT_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 _ID_BYTES, _WORD_BYTES = 8, 4
 _SKETCH = re.compile(r"sketch (\d{1,12})x(\d{1,3})( by bucket)?")
 _FORM = TypeAdapter(Manifest)
@@ -192,12 +191,9 @@ def from_json(data: bytes, where: str = MANIFEST) -> Manifest:
         raise _damaged(where, f"no JSON ({error})") from error
     schema = raw.get("schema") if isinstance(raw, dict) else None
     if type(schema) is int and schema != SCHEMA and (whole or "crc32" not in raw):
-        raise CheckpointError(
-            f"schema of {where}",
-            got=f"{schema}, a {'newer' if schema > SCHEMA else 'older'} form",
-            allowed=SCHEMA,
-            remedy="Load it with the version that wrote it.",
-        )
+        got = f"{schema}, a {'newer' if schema > SCHEMA else 'older'} form"
+        remedy = "Load it with the version that wrote it."
+        raise CheckpointError(f"schema of {where}", got, SCHEMA, remedy)
     if not whole:
         raise _damaged(where, "another checksum than its last line says")
     try:
@@ -224,12 +220,9 @@ def read_manifest(storage: Storage | str | Path) -> Manifest:
     if not isinstance(storage, Storage):
         storage = Storage(storage)
     if not storage.exists(MANIFEST):
-        raise CheckpointError(
-            "checkpoint",
-            got=f"{storage.url} without {MANIFEST}",
-            allowed="a folder that a finished save wrote",
-            remedy="Check the path; an interrupted save leaves no manifest.",
-        )
+        got, allowed = f"{storage.url} without {MANIFEST}", "a folder that a finished save wrote"
+        remedy = "Check the path; an interrupted save leaves no manifest."
+        raise CheckpointError("checkpoint", got, allowed, remedy)
     return from_json(storage.read(MANIFEST), f"{storage.url}/{MANIFEST}")
 
 
@@ -268,12 +261,9 @@ def occupied(storage: Storage) -> CheckpointError:
 
 
 def _damaged(where: str, why: str) -> CheckpointError:
-    return CheckpointError(
-        f"checkpoint file {where}",
-        got=why,
-        allowed="the file as it was written",
-        remedy="It is damaged: load an earlier checkpoint, or copy it again.",
-    )
+    allowed = "the file as it was written"
+    remedy = "It is damaged: load an earlier checkpoint, or copy it again."
+    return CheckpointError(f"checkpoint file {where}", why, allowed, remedy)
 
 
 def _check(manifest: Manifest) -> None:
@@ -313,9 +303,9 @@ def _check(manifest: Manifest) -> None:
 
 def _check_table(table: SavedTable) -> None:
     names = [segment.name for segment in table.segments]
-    if table.dtype not in _WEIGHT_BYTES or not names or len(set(names)) != len(names):
+    if table.dtype not in WEIGHT_DTYPES or not names or len(set(names)) != len(names):
         got = f"{table.dtype} of segments {names}"
-        allowed = f"{', '.join(_WEIGHT_BYTES)}, and a segment or more, each of its own name"
+        allowed = f"{', '.join(WEIGHT_DTYPES)}, and a segment or more, each of its own name"
         raise NotThat(f"form of table {table.key!r}", got, allowed)
     _within(f"columns of {table.key}", table.dim + table.state_width, 0, 1 << 24)
     if table.admission not in (None, "exact") and not _SKETCH.fullmatch(table.admission):

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from struct import unpack, unpack_from
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -22,13 +23,10 @@ from shoal.table.rows import REAL_DTYPES, WEIGHT_DTYPES
 from shoal.table.shard import HASHES
 from shoal.table.values import RowChunk
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
 Columns = tuple[Tensor, ...]
 """Rows as tensors, one for each field of their layout."""
 
-Viewer = Callable[["pa.Buffer", torch.dtype, int, int], Tensor]
+Viewer = Callable[[pa.Buffer, torch.dtype, int, int], Tensor]
 """(buffer, dtype, first element, elements) -> a tensor over that memory."""
 
 _BATCH_BYTES = 8 << 20
@@ -51,6 +49,10 @@ class Field:
     dtype: torch.dtype = torch.int64
     width: int | None = None
 
+    def shape(self, rows: int) -> tuple[int, ...]:
+        """Of so many rows."""
+        return (rows,) if self.width is None else (rows, self.width)
+
     @property
     def row_bytes(self) -> int:
         """Bytes of a row's part in memory."""
@@ -63,8 +65,6 @@ class Field:
 
     def arrow(self) -> pa.Field:
         """Of a file's schema."""
-        import pyarrow as pa
-
         kind = getattr(pa, "int64" if self.name == "id" else _ARROW[self.dtype])()
         kind = kind if self.width is None else pa.list_(kind, self.width)
         return pa.field(self.name, kind, nullable=False)
@@ -75,8 +75,6 @@ class Field:
         Raises:
             CheckpointError: a whole number outside 32 bits.
         """
-        import pyarrow as pa
-
         flat = values.contiguous().reshape(-1)
         array = (flat.view(torch.int16) if flat.dtype == torch.bfloat16 else flat).numpy()
         if self.width is not None:
@@ -86,12 +84,9 @@ class Field:
             return pa.array(array)
         narrow = array.astype(np.uint32)
         if not np.array_equal(narrow, array):
-            raise CheckpointError(
-                f"{self.name} of rows of table {table!r}",
-                got=f"{int(array.min())}..{int(array.max())}",
-                allowed="0..2^32 - 1",
-                remedy="These are whole counts, seconds or versions of 32 bits.",
-            )
+            what, got = f"{self.name} of rows of table {table!r}", f"{array.min()}..{array.max()}"
+            remedy = "These are whole counts, seconds or versions of 32 bits."
+            raise CheckpointError(what, got, "0..2^32 - 1", remedy)
         return pa.array(narrow)
 
     def to_tensor(self, array: pa.Array, view: Viewer) -> Tensor:
@@ -158,8 +153,6 @@ class RowLayout:
 
     def schema(self, tables: int) -> pa.Schema:
         """Of a file of so many tables."""
-        import pyarrow as pa
-
         names = [pa.field("table", pa.uint32(), nullable=False)] * (self.named or tables > 1)
         return pa.schema([*names, *(field.arrow() for field in self.fields)])
 
@@ -169,8 +162,6 @@ class RowLayout:
         Raises:
             CheckpointError: rows of another layout, or whole numbers outside 32 bits.
         """
-        import pyarrow as pa
-
         self.check(columns, table)
         pairs = zip(self.fields, columns, strict=True)
         arrays = [field.to_arrow(column, table) for field, column in pairs]
@@ -190,12 +181,7 @@ class RowLayout:
     def empty(self, rows: int) -> Columns:
         """So many rows with anything in them."""
         return tuple(
-            torch.empty(
-                (rows,) if field.width is None else (rows, field.width),
-                dtype=field.dtype,
-                device="cpu",
-            )
-            for field in self.fields
+            torch.empty(field.shape(rows), dtype=field.dtype, device="cpu") for field in self.fields
         )
 
     def check(self, columns: Columns, table: str) -> None:
@@ -206,15 +192,10 @@ class RowLayout:
         """
         rows = len(columns[0])
         for field, column in zip(self.fields, columns, strict=True):
-            shape = (rows,) if field.width is None else (rows, field.width)
             got = f"{tuple(column.shape)} {column.dtype} on {column.device}"
-            if got != (wanted := f"{shape} {field.dtype} on cpu"):
-                raise CheckpointError(
-                    f"{field.name} of rows of table {table!r}",
-                    got=got,
-                    allowed=wanted,
-                    remedy="Write each table with its own layout.",
-                )
+            if got != (wanted := f"{field.shape(rows)} {field.dtype} on cpu"):
+                what = f"{field.name} of rows of table {table!r}"
+                raise CheckpointError(what, got, wanted, "Write each table with its own layout.")
 
 
 def chunk_of(table: str, columns: Columns) -> RowChunk:
@@ -233,6 +214,12 @@ def joined(layout: RowLayout, parts: Sequence[Columns]) -> Columns:
     if len(parts) == 1:
         return parts[0]
     return tuple(map(torch.cat, zip(*parts, strict=True))) if parts else layout.empty(0)
+
+
+def tallied(values_N: Tensor, counts_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Each of some numbers once, ascending, int64 [V], and the sum of its counts, int64 [V]."""
+    values_V, where_N = torch.unique(values_N, return_inverse=True)
+    return values_V, torch.zeros_like(values_V).index_add_(0, where_N, counts_N)
 
 
 def layout_of(saved: SavedFile, tables: Iterable[SavedTable]) -> RowLayout:
@@ -266,32 +253,34 @@ def read_checked(storage: Storage, saved: SavedFile, buffer: ReadBuffer | None =
     Raises:
         CheckpointError: missing, or other bytes than those that were saved.
     """
-    _check(storage, saved, storage.size(saved.path))
     memory = buffer or ReadBuffer()
-    content = memory.take(saved.bytes)
-    _check(storage, saved, *storage.read_into(saved.path, _memory(content), once=memory.once))
-    return content
+    check_streaming(storage, saved, memory)
+    return memory.take(saved.bytes)
 
 
-def checked_pieces(storage: Storage, saved: SavedFile) -> Iterator[memoryview]:
-    """The bytes of a file, each piece good until the next; size and checksum are compared at its
-    end.
+def checked_pieces(
+    storage: Storage, saved: SavedFile, buffer: ReadBuffer | None = None
+) -> Iterator[memoryview]:
+    """The bytes of a file; size and checksum are compared at its end.
+
+    buffer: memory for all of them; None: each piece is good until the next.
 
     Raises:
         CheckpointError: missing, or other bytes than those that were saved.
     """
     _check(storage, saved, storage.size(saved.path))
+    into, once = (None, False) if buffer is None else (buffer.take(saved.bytes), buffer.once)
     size = crc32 = 0
-    for piece in storage.pieces(saved.path):
+    for piece in storage.pieces(saved.path, None if into is None else _memory(into), once=once):
         crc32 = _core.crc32(piece, crc32)
         size += len(piece)
         yield piece
     _check(storage, saved, size, crc32)
 
 
-def check_streaming(storage: Storage, saved: SavedFile) -> None:
-    """Compare a file's size and checksum, a piece in memory at a time; raises as the above."""
-    for _ in checked_pieces(storage, saved):
+def check_streaming(storage: Storage, saved: SavedFile, buffer: ReadBuffer | None = None) -> None:
+    """Compare a file's size and checksum; raises as the above."""
+    for _ in checked_pieces(storage, saved, buffer):
         pass
 
 
@@ -332,16 +321,7 @@ def saved_file(
     rows: int = 0,
 ) -> SavedFile:
     """What a manifest says of a file that was written."""
-    return SavedFile(
-        path=file.path,
-        kind=kind,
-        tables=tuple(tables),
-        start=ranges[0],
-        stop=ranges[1],
-        rows=rows,
-        bytes=file.bytes,
-        crc32=file.crc32,
-    )
+    return SavedFile(file.path, kind, tuple(tables), *ranges, rows, file.bytes, file.crc32)
 
 
 def sketch_path(collection: str, table: str) -> str:
@@ -399,7 +379,7 @@ class RowFileWriter:
         self._tables, self._ranges = tuple(tables), ranges
         self._schema = layout.schema(len(self._tables))
         self._file = storage.create(path)
-        self._writer: Any = None
+        self._writer: Any = pa.ipc.new_file(self._file, self._schema)
         self._rows = self._staged_rows = self._table = 0
         self._staged: Columns = ()
 
@@ -414,28 +394,24 @@ class RowFileWriter:
         """
         if table_index != self._table:
             if not self._table < table_index < len(self._tables):
-                raise CheckpointError(
-                    f"table of rows for {self._file.path}",
-                    got=f"index {table_index} after {self._table}",
-                    allowed=f"ascending, below {len(self._tables)}",
-                    remedy="Write the tables in the order of the file.",
-                )
+                what = f"table of rows for {self._file.path}"
+                got = f"index {table_index} after {self._table}"
+                allowed = f"ascending, below {len(self._tables)}"
+                remedy = "Write the tables in the order of the file."
+                raise CheckpointError(what, got, allowed, remedy)
             self._flush()
             self._table = table_index
         rows, at, batch = len(columns[0]), 0, self._layout.batch_rows
         while at < rows:
-            if not self._staged_rows and rows - at >= batch:
-                self._write_batch(selected(columns, slice(at, at + batch)))
-                at += batch
-                continue
             taken = min(rows - at, batch - self._staged_rows)
-            self._stage(selected(columns, slice(at, at + taken)))
+            write = self._write_batch if taken == batch else self._stage
+            write(selected(columns, slice(at, at + taken)))
             at += taken
 
     def close(self) -> SavedFile:
         """Finish it and make it durable."""
         self._flush()
-        self._arrow().close()
+        self._writer.close()
         self._file.close()
         return saved_file(self._file, self._kind, self._tables, self._ranges, self._rows)
 
@@ -463,15 +439,8 @@ class RowFileWriter:
 
     def _write_batch(self, columns: Columns) -> None:
         key = self._tables[self._table]
-        self._arrow().write_batch(self._layout.to_arrow(columns, self._schema, self._table, key))
+        self._writer.write_batch(self._layout.to_arrow(columns, self._schema, self._table, key))
         self._rows += len(columns[0])
-
-    def _arrow(self) -> Any:
-        if self._writer is None:
-            import pyarrow as pa
-
-            self._writer = pa.ipc.new_file(self._file, self._schema)
-        return self._writer
 
 
 def read_rows(
@@ -526,8 +495,6 @@ def open_batches(
     Raises:
         CheckpointError: other columns than its manifest says, or compressed ones.
     """
-    import pyarrow as pa
-
     wanted, options = layout.schema(len(saved.tables)), pa.ipc.IpcReadOptions()
     if ids_only:
         options.included_fields = [k for k, name in enumerate(wanted.names) if name in _NAMING]

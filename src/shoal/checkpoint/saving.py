@@ -55,7 +55,7 @@ class Saving:
 
         `begin` and `save` call it.
         """
-        if concurrent and self._writer.concurrent:
+        if concurrent and self._writer.point.concurrent:
             threading.Thread(target=self._run, args=(True,), name="shoal-save", daemon=True).start()
         else:
             self._run(False)
@@ -215,15 +215,16 @@ def begin(
     parts = (contents.tables, contents.modules, contents.optimizers)
     wanted = (name, position, None if parent is None else parent.id, *map(tuple, parts))
 
-    def prepare() -> tuple[object, tuple[str, int]]:
-        _check_kind(kind, step, parent, since, contents)
-        if ranks.rank == 0:
-            claims.append(_claimed(CheckpointStore(root), name, parent))
-        return wanted, (uuid.uuid4().hex, int(time.time()))
-
     claims: list[Claim] = []
     with ExitStack() as undone:
-        undone.callback(_release, claims)
+
+        def prepare() -> tuple[object, tuple[str, int]]:
+            _check_kind(kind, step, parent, since, contents)
+            if ranks.rank == 0:
+                claims.append(_claimed(CheckpointStore(root), name, parent))
+                undone.callback(claims[0].release)
+            return wanted, (uuid.uuid4().hex, int(time.time()))
+
         said = together(ranks, f"beginning checkpoint {name}", prepare)
         if any(other != wanted for other, _ in said):
             raise _differ([other for other, _ in said])
@@ -272,17 +273,7 @@ def save(
     Raises:
         InputError, CheckpointError: as `begin` and `Saving.wait`.
     """
-    return begin(
-        url,
-        contents,
-        step=step,
-        position=position,
-        kind=kind,
-        parent=parent,
-        since=since,
-        collectives=collectives,
-        concurrent=False,
-    ).wait()
+    return begin(**locals(), concurrent=False).wait()
 
 
 @atexit.register
@@ -299,23 +290,15 @@ def _finish() -> None:
                 _log.error("when the process ended: %s", error)
 
 
-def _release(claims: Sequence[Claim]) -> None:
-    for one in claims:
-        one.release()
-
-
 def _claimed(store: CheckpointStore, name: str, parent: Manifest | None) -> Claim:
     """On one rank: an empty folder to write into."""
     if parent is not None:
         there = folder_name(parent.step, parent.kind)
         found = store.manifest(there).id if store.folder(there).exists(MANIFEST) else "none"
         if found != parent.id:
-            raise CheckpointError(
-                f"parent of a delta in {store.url}",
-                got=f"{there} of id {found}",
-                allowed=f"id {parent.id}",
-                remedy="Save a delta into the store of its parent, or a full checkpoint.",
-            )
+            what, got = f"parent of a delta in {store.url}", f"{there} of id {found}"
+            remedy = "Save a delta into the store of its parent, or a full checkpoint."
+            raise CheckpointError(what, got, f"id {parent.id}", remedy)
         store.chain(there)  # one of which a link is gone could never be loaded
     return store.claim(name)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,6 +22,7 @@ from shoal.checkpoint.writing_plan import (
     speakers,
 )
 from shoal.comm.collectives import Collectives, Part
+from shoal.comm.consensus import reduced
 from shoal.errors import CheckpointError, CollectiveFailed
 from shoal.placement import Hosted, hash_ids, sort_key
 from shoal.table.hosting import HostedTables, hosted_spec, joined_state
@@ -122,12 +122,8 @@ class OtherRankFailed(CheckpointError):
     """Another rank could not continue; it says why when the ranks next agree."""
 
     def __init__(self) -> None:
-        super().__init__(
-            "a save by all ranks",
-            got="a failure on another rank",
-            allowed="all ranks to continue",
-            remedy="Look at that rank's error.",
-        )
+        got, remedy = "a failure on another rank", "Look at that rank's error."
+        super().__init__("a save by all ranks", got, "all ranks to continue", remedy)
 
 
 class ShardedTable(NamedTuple):
@@ -232,14 +228,12 @@ class ShardedRows:
         except Exception as caught:  # noqa: BLE001 - raised once the other ranks know
             error = caught
             values.zero_()[-1] = 1
-        collectives = self._collectives
-        sent = values.to(collectives.device)
-        (total,) = collectives.all_reduce(sent, "sum", what="rows of a checkpoint").wait()
+        total = reduced(self._collectives, values, "sum", what="rows of a checkpoint")
         if error is not None:
             raise error
         if int(total[-1]):
             raise OtherRankFailed
-        return list(torch.split(total[:-1].cpu(), sizes))
+        return list(torch.split(total[:-1], sizes))
 
     def _gathered(self, piece: Piece, by_rank: Mapping[int, list[Columns]]) -> list[list[Columns]]:
         """Of each span and slice the parts, from this rank's rows and from what others sent."""
@@ -276,16 +270,15 @@ class ShardedRows:
         del sent
         asked = [] if own is None else list(self._asked(own, self._rank))
         layouts = [self.tables[span.table].layout_of(number) for span, number, _ in asked]
-        receive = tuple(
+        receive = [
             sum(_bytes(layout, rows) for layout, rows in zip(layouts, rows_X, strict=False))
             for rows_X in rows_WX
-        )
-        got = self._swapped(Part(data, tuple(map(len, packed_W)), receive))
-        starts = accumulate(receive, initial=0)
-        parts = zip(starts, receive, rows_WX, strict=False)
+        ]
+        got = self._swapped(Part(data, tuple(map(len, packed_W)), tuple(receive)))
+        parts = zip(torch.split(got, receive), rows_WX, strict=True)
         return {
-            rank: _unpacked(got[start : start + size].cpu(), layouts, rows_X)
-            for rank, (start, size, rows_X) in enumerate(parts)
+            rank: _unpacked(part.cpu(), layouts, rows_X)
+            for rank, (part, rows_X) in enumerate(parts)
         }
 
     def _handed(self, piece: Piece, writer: int) -> list[Columns]:
@@ -344,10 +337,8 @@ class ShardedRows:
                 yield span, number, speakers(one.hosted, writer, span.start, span.stop)
 
     def _read(self, span: HashSpan, number: int) -> Columns:
-        table = self.tables[span.table]
-        source = table.sources[number]
-        if source is None:
-            raise AssertionError(f"rank {self._rank} has no rows of slice {number} of {table.key}")
+        source = self.tables[span.table].sources[number]
+        assert source is not None, f"no slice {number} on rank {self._rank}"
         return source.read(span.start, span.stop)
 
     def _joined(self, span: HashSpan, found: Sequence[list[Columns]]) -> Columns:
@@ -388,8 +379,7 @@ def _unpacked(data: Tensor, layouts: Sequence[RowLayout], rows_X: Sequence[int])
         part = []
         for field in layout.fields:
             size = rows * field.row_bytes
-            flat = data[at : at + size].view(field.dtype)
-            part.append(flat if field.width is None else flat.view(rows, field.width))
+            part.append(data[at : at + size].view(field.dtype).view(field.shape(rows)))
             at += size + -size % _ALIGNED
         parts.append(tuple(part))
     return parts

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from shoal.checkpoint import dense, job_state
@@ -65,80 +64,67 @@ def take_snapshot_point(
     Raises:
         CheckpointError: a rank could not; nothing is held then.
     """
-    held = _OpenPoint(contents, since)
+    shards = {
+        id(tables.shard): (tables.shard, None if since is None else since[name])
+        for name, tables in contents.tables.items()
+    }
+    held: dict[int, Snapshot] = {}
+    points: list[SnapshotPoint] = []
+    versions: set[int] = set()
+
+    def close() -> None:
+        for snapshot in held.values():
+            snapshot.close()
+        held.clear()
+
+    def take() -> set[int]:
+        """Snapshots of all shards, the next of each or at a later version; which they are."""
+        close()
+        for key, (shard, cursor) in shards.items():
+            if versions:
+                # A rank that was restarted alone, say, or whose publisher takes its own snapshot
+                # points: it closes versions until it is where others are.
+                _catch_up(shard, max(versions) + 16)
+            held[key] = shard.snapshot(cursor)
+            shard.release(0, CONSUMER)  # other consumers are not to let go of what a delta needs
+        return {snapshot.version for snapshot in held.values()}
+
+    def copy_all() -> None:
+        snapshots = {name: held[id(one.shard)] for name, one in contents.tables.items()}
+        points.append(_copied(contents, snapshots, max(versions, default=0), collectives.rank))
+
     try:
-        what = "snapshot point of a job"
-        versions = set().union(*together(collectives, what, lambda: held.take(0)))
-        for _ in range(_TRIES):
+        for _ in range(1 + _TRIES):
+            versions = set().union(*together(collectives, "snapshot point of a job", take))
             if len(versions) <= 1:
                 break
-            # A rank that was restarted alone, say, or whose publisher takes its own snapshot
-            # points: it closes versions until it is where others are.
-            again = max(versions) + 16
-            what = "snapshot point of a job at one version"
-            versions = set().union(*together(collectives, what, partial(held.take, again)))
-        if len(versions) > 1:
+        else:
             raise _disagree(sorted(versions))
-        points: list[SnapshotPoint] = []
-        version = max(versions, default=0)
-
-        def copied() -> None:
-            points.append(held.copied(version, collectives.rank))
-
-        together(collectives, "copies at a snapshot point of a job", copied)
+        together(collectives, "copies at a snapshot point of a job", copy_all)
         return points[0]
     except BaseException:
-        held.close()
+        close()
         raise
 
 
-class _OpenPoint:
-    """The snapshots of one rank's shards."""
-
-    def __init__(self, contents: Contents, since: Mapping[str, Cursor] | None) -> None:
-        self._contents = contents
-        self._since = since
-        self._open: dict[int, Snapshot] = {}
-
-    def take(self, version: int) -> set[int]:
-        """Snapshots of all shards at a version, 0: the next of each; which they are."""
-        self.close()
-        for shard, since in self._shards():
-            if version:
-                _catch_up(shard, version)
-            self._open[id(shard)] = shard.snapshot(since)
-            shard.release(0, CONSUMER)  # other consumers are not to let go of what a delta needs
-        return {snapshot.version for snapshot in self._open.values()}
-
-    def copied(self, version: int, rank: int) -> SnapshotPoint:
-        """The snapshots, and copies of all else."""
-        contents = self._contents
-        job_state.check_state(contents.state, "state of a job")
-        job_state.check_state(contents.rank_state, f"state of rank {rank}")
-        shards = {name: tables.shard for name, tables in contents.tables.items()}
-        return SnapshotPoint(
-            version=version,
-            snapshots={name: self._open[id(shard)] for name, shard in shards.items()},
-            cursors={name: Cursor(shard.incarnation, version) for name, shard in shards.items()},
-            admission=dict(_admission(contents, rank)),
-            seed=next((shard.seed for shard in shards.values()), 0),
-            last_steps={name: shard.last_step for name, shard in shards.items()},
-            dense=dense.capture(contents.modules, contents.optimizers, rank=rank),
-            state=copy.deepcopy(dict(contents.state)) if rank == 0 else {},
-            rank_state=copy.deepcopy(dict(contents.rank_state)),
-        )
-
-    def close(self) -> None:
-        for snapshot in self._open.values():
-            snapshot.close()
-        self._open.clear()
-
-    def _shards(self) -> Iterator[tuple[Shard, Cursor | None]]:
-        seen = set()
-        for name, tables in self._contents.tables.items():
-            if id(tables.shard) not in seen:
-                seen.add(id(tables.shard))
-                yield tables.shard, None if self._since is None else self._since[name]
+def _copied(
+    contents: Contents, snapshots: Mapping[str, Snapshot], version: int, rank: int
+) -> SnapshotPoint:
+    """The snapshots, and copies of all else."""
+    job_state.check_state(contents.state, "state of a job")
+    job_state.check_state(contents.rank_state, f"state of rank {rank}")
+    shards = {name: tables.shard for name, tables in contents.tables.items()}
+    return SnapshotPoint(
+        version=version,
+        snapshots=snapshots,
+        cursors={name: Cursor(shard.incarnation, version) for name, shard in shards.items()},
+        admission=dict(_admission(contents, rank)),
+        seed=next((shard.seed for shard in shards.values()), 0),
+        last_steps={name: shard.last_step for name, shard in shards.items()},
+        dense=dense.capture(contents.modules, contents.optimizers, rank=rank),
+        state=copy.deepcopy(dict(contents.state)) if rank == 0 else {},
+        rank_state=copy.deepcopy(dict(contents.rank_state)),
+    )
 
 
 def _catch_up(shard: Shard, version: int) -> None:

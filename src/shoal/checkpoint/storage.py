@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import mmap
@@ -15,40 +14,18 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+import pyarrow as pa
+
 from shoal import _core
 from shoal.errors import CheckpointError, ShoalError
 
-# Advice, which some systems do not take: files are read the same without.
-_TAKEN = hasattr(os, "posix_fadvise")
-
-
-def in_order(file: BinaryIO) -> None:
-    """The whole file will be read in order: what comes next may be fetched early."""
-    if _TAKEN and isinstance(file, FileIO):
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-
-
-def forget(file: BinaryIO, size: int) -> None:
-    """The first `size` bytes are not read again soon.
-
-    The memory that held them holds those that are read next; else a load would fill as much
-    memory a second time as its tables take, and new pages cost more than all else. Always from
-    the start: a page that was read in part only would stay.
-    """
-    if _TAKEN and isinstance(file, FileIO):
-        os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_DONTNEED)
-
-
 Buffer = Any  # whatever has the buffer protocol: bytes, memoryview, numpy and pyarrow buffers
-
-_SMALL = 1 << 14  # writes below it are gathered
-_ROOM = 1 << 20  # bytes gathered at most
 
 
 class _Sink(Protocol):
     """Where the bytes of one file go."""
 
-    def write(self, parts: list[memoryview], crc32: int) -> int: ...
+    def write(self, part: memoryview, crc32: int) -> int: ...
     def commit(self) -> None: ...
     def discard(self) -> None: ...
 
@@ -69,20 +46,16 @@ class DurableFile:
         self.crc32 = 0
         self._sink: _Sink | None = sink
         self._where = where
-        self._small = bytearray()
 
     def write(self, data: Buffer) -> int:
         """Append the bytes of a buffer, which is not kept; returns how many."""
+        if self._sink is None:
+            raise ValueError(f"{self._where} is closed")
         view = memoryview(data).cast("B")
-        size = len(view)
-        if size < _SMALL:
-            self._small += view
-            if len(self._small) >= _ROOM:
-                self._flush(None)
-        else:
-            self._flush(view)
-        self.bytes += size
-        return size
+        with storage_errors(self._where):
+            self.crc32 = self._sink.write(view, self.crc32)
+        self.bytes += len(view)
+        return len(view)
 
     def close(self) -> None:
         """Make it durable. A second call does nothing.
@@ -92,11 +65,6 @@ class DurableFile:
                 count.
         """
         if self._sink is not None:
-            try:
-                self._flush(None)
-            except CheckpointError:
-                self.abort()
-                raise
             sink, self._sink = self._sink, None
             with storage_errors(self._where):
                 sink.commit()
@@ -119,16 +87,6 @@ class DurableFile:
 
     def flush(self) -> None:
         """Nothing: only what is closed counts."""
-
-    def _flush(self, view: memoryview | None) -> None:
-        if self._sink is None:
-            raise ValueError(f"{self._where} is closed")
-        parts = [memoryview(self._small)] if self._small else []
-        if view is not None:
-            parts.append(view)
-        with storage_errors(self._where):
-            self.crc32 = self._sink.write(parts, self.crc32)
-        self._small = bytearray()
 
     def __enter__(self) -> DurableFile:
         return self
@@ -236,25 +194,22 @@ class LocalSink:
         self._block, self._held = _block(), 0
         self._direct: bool | None = None  # None: not tried yet
         self._lost: OSError | None = None
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         try:
             self._fd = os.open(path, flags, 0o666)
         except FileNotFoundError:
             make_folder(os.path.dirname(path))
             self._fd = os.open(path, flags, 0o666)
 
-    def write(self, parts: list[memoryview], crc32: int) -> int:
-        """Append the bytes of buffers, which are not kept; `crc32` continues over them."""
-        for part in parts:
-            at = 0
-            while at < len(part):
-                many = min(len(part) - at, _BLOCK - self._held)
-                held = self._block[self._held : self._held + many]
-                crc32 = _core.crc32_copy(held, part[at : at + many], crc32)
-                self._held += many
-                at += many
-                if self._held == _BLOCK:
-                    self._put()
+    def write(self, part: memoryview, crc32: int) -> int:
+        """Append the bytes of a buffer, which is not kept; `crc32` continues over them."""
+        while part:
+            held = self._block[self._held : self._held + len(part)]
+            crc32 = _core.crc32_copy(held, part[: len(held)], crc32)
+            self._held += len(held)
+            part = part[len(held) :]
+            if self._held == _BLOCK:
+                self._put()
         return crc32
 
     def commit(self) -> None:
@@ -337,8 +292,6 @@ def make_folder(path: str) -> None:
 
 def sync_folder(path: str) -> None:
     """Make the entries of a local folder durable."""
-    if os.name == "nt":  # where a folder's entries cannot be synced
-        return
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -366,12 +319,10 @@ class RemoteSink:
             fs.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
         self._file = fs.open(path, "wb", block_size=_PART_BYTES)
 
-    def write(self, parts: list[memoryview], crc32: int) -> int:
-        """Append the bytes of buffers; `crc32` continues over them."""
-        for part in parts:
-            crc32 = _core.crc32(part, crc32)
-            self._file.write(part)
-        return crc32
+    def write(self, part: memoryview, crc32: int) -> int:
+        """Append the bytes of a buffer; `crc32` continues over them."""
+        self._file.write(part)
+        return int(_core.crc32(part, crc32))
 
     def commit(self) -> None:
         self._file.close()
@@ -398,32 +349,17 @@ def open_url(url: str) -> tuple[Any, str]:
     protocol = url.split("://", 1)[0]
     try:
         fs, root = fsspec.core.url_to_fs(url)
-    except OSError as error:
-        raise CheckpointError(
-            f"checkpoint folder {url}",
-            got=" ".join(str(error).split()),
-            allowed=f"a {protocol}:// that answers",
-            remedy="Check the address, and what else its package needs (hdfs:// wants a Java "
-            "machine and Hadoop's libraries).",
-        ) from error
-    except (ImportError, ValueError) as error:
-        raise CheckpointError(
-            f"checkpoint folder {url}",
-            got=" ".join(str(error).split()),
-            allowed="a local path, or a protocol that fsspec has a package for",
-            remedy=f"Check the spelling, or install the package for {protocol}://.",
-        ) from error
+    except (OSError, ImportError, ValueError) as error:
+        if isinstance(error, OSError):
+            allowed = f"a {protocol}:// that answers"
+            remedy = "Check the address, and what else its package needs (hdfs:// wants a Java "
+            remedy += "machine and Hadoop's libraries)."
+        else:
+            allowed = "a local path, or a protocol that fsspec has a package for"
+            remedy = f"Check the spelling, or install the package for {protocol}://."
+        what, got = f"checkpoint folder {url}", " ".join(str(error).split())
+        raise CheckpointError(what, got=got, allowed=allowed, remedy=remedy) from error
     return fs, root
-
-
-def find_info(fs: Any, path: str) -> dict[str, Any] | None:
-    """What is at a path: fsspec's record of it; None: nothing."""
-    fs.invalidate_cache()  # other processes write there, too
-    try:
-        found: dict[str, Any] = fs.info(path)
-    except FileNotFoundError:
-        return None
-    return found
 
 
 def list_folder(fs: Any, path: str, *, deep: bool) -> list[dict[str, Any]]:
@@ -443,18 +379,6 @@ def list_folder(fs: Any, path: str, *, deep: bool) -> list[dict[str, Any]]:
         return []
 
 
-def make_remote(fs: Any, path: str) -> None:
-    """Make a folder where it is missing.
-
-    Raises:
-        FileNotFoundError: the bucket that it would lie in does not exist.
-    """
-    if _has_buckets(fs):
-        _check_bucket(fs, path)
-    else:
-        fs.makedirs(path, exist_ok=True)
-
-
 def replace_remote(fs: Any, path: str, data: bytes) -> None:
     """Write a small file whole: at once, where the file system can."""
     from fsspec.spec import AbstractFileSystem
@@ -463,7 +387,7 @@ def replace_remote(fs: Any, path: str, data: bytes) -> None:
         fs.pipe_file(path, data)
         return
     sink = RemoteSink(fs, path + _TEMPORARY)
-    sink.write([memoryview(data)], 0)
+    sink.write(memoryview(data), 0)
     sink.commit()
     remove_remote(fs, path)  # hdfs:// does not rename onto a file
     fs.mv(path + _TEMPORARY, path)
@@ -513,12 +437,9 @@ class Storage:
         self._fs: Any = None
         text = os.fspath(url)
         if isinstance(url, Path) and _URL_AS_PATH.match(text):
-            raise CheckpointError(
-                "checkpoint folder",
-                got=f"{text} as a Path, which lost a slash of a URL",
-                allowed="a URL as a str, or a local Path",
-                remedy="Pass the URL as it is.",
-            )
+            got = f"{text} as a Path, which lost a slash of a URL"
+            allowed = "a URL as a str, or a local Path"
+            raise CheckpointError("checkpoint folder", got, allowed, "Pass the URL as it is.")
         if "://" in text and not text.startswith(("file://", "local://")):
             self._fs, root = open_url(text)
             self._root = root.rstrip("/")
@@ -554,21 +475,21 @@ class Storage:
 
     def exists(self, path: str) -> bool:
         """Whether there is a file of that path."""
-        full = self._full(path)
-        with self._errors(path):
+        with self._at(path) as full:
             if self._fs is None:
                 return os.path.isfile(full)
-            found = find_info(self._fs, full)
-            return found is not None and found["type"] == "file"
+            self._fs.invalidate_cache()  # other processes write there, too
+            try:
+                return bool(self._fs.info(full)["type"] == "file")
+            except FileNotFoundError:
+                return False
 
     def folders(self) -> tuple[str, ...]:
         """Names of the folders directly below, sorted; none where it does not exist."""
         with self._errors():
-            if self._fs is None:
-                if not os.path.isdir(self._root):
-                    return ()
-                with os.scandir(self._root) as entries:
-                    return tuple(sorted(entry.name for entry in entries if entry.is_dir()))
+            if (root := self.local) is not None:
+                below = root.iterdir() if root.is_dir() else ()
+                return tuple(sorted(path.name for path in below if path.is_dir()))
             names = (one["name"].rstrip("/").rsplit("/", 1)[-1]
                      for one in list_folder(self._fs, self._root, deep=False)
                      if one["type"] == "directory")  # fmt: skip
@@ -581,16 +502,9 @@ class Storage:
     def sizes(self) -> dict[str, int]:
         """Bytes of all files below it, by path."""
         with self._errors():
-            if self._fs is None:
-                paths = (
-                    os.path.join(folder, name)
-                    for folder, _, names in os.walk(self._root)
-                    for name in names
-                )
-                return {
-                    os.path.relpath(path, self._root).replace(os.sep, "/"): os.lstat(path).st_size
-                    for path in paths
-                }
+            if (root := self.local) is not None:
+                files = (path for path in root.rglob("*") if not path.is_dir())
+                return {path.relative_to(root).as_posix(): path.lstat().st_size for path in files}
             skip = len(self._fs._strip_protocol(self._root).rstrip("/")) + 1
             below = list_folder(self._fs, self._root, deep=True)
             return {one["name"][skip:]: int(one["size"] or 0) for one in below}
@@ -604,105 +518,89 @@ class Storage:
         with self._errors():
             if self._fs is None:
                 make_folder(self._root)
+            elif _has_buckets(self._fs):
+                _check_bucket(self._fs, self._root)
             else:
-                make_remote(self._fs, self._root)
+                self._fs.makedirs(self._root, exist_ok=True)
 
     def create(self, path: str) -> DurableFile:
         """A new file, or one in place of an old one, with the folders that it needs."""
-        full = self._full(path)
-        with self._errors(path):
+        with self._at(path) as full:
             sink = LocalSink(full) if self._fs is None else RemoteSink(self._fs, full)
         return DurableFile(path, sink, self._where(path))
 
     def open(self, path: str) -> BinaryIO:
         """A file to read and seek in."""
-        full = self._full(path)
-        with self._errors(path):
+        with self._at(path) as full:
             if self._fs is None:
                 return open(full, "rb", buffering=0)
             return self._fs.open(full, "rb")  # type: ignore[no-any-return]
 
     def open_arrow(self, path: str) -> Any:
         """A file for pyarrow to read and seek in (`pyarrow.NativeFile`); to be closed."""
-        import pyarrow as pa  # much to import for whoever only lists
-
-        full = self._full(path)
-        with self._errors(path):
+        with self._at(path) as full:
             return pa.OSFile(full) if self._fs is None else pa.PythonFile(self.open(path), "r")
 
     def read(self, path: str) -> bytes:
         """The whole of a file."""
-        full = self._full(path)
-        with self._errors(path):
+        with self._at(path) as full:
             return Path(full).read_bytes() if self._fs is None else bytes(self._fs.cat_file(full))
 
-    def read_into(self, path: str, buffer: memoryview, *, once: bool = False) -> tuple[int, int]:
-        """Read a file from its start until it ends or the buffer is full.
+    def pieces(
+        self, path: str, into: memoryview | None = None, *, once: bool = False
+    ) -> Iterator[memoryview]:
+        """The bytes of a file from its start, in pieces.
 
         Args:
-            once: nobody else reads it soon: the system's cache need not keep it.
-
-        Returns:
-            Bytes read, and their CRC-32.
+            into: memory for them, one behind the other, until the file ends or it is full; None:
+                a piece is good until the next one is asked for.
+            once: nobody else reads it soon: the system's cache need not keep it. The memory that
+                held these bytes holds those that are read next; else a load would fill as much
+                memory a second time as its tables take, and new pages cost more than all else.
         """
-        done = crc32 = 0
+        room = memoryview(bytearray(1 << 20)) if into is None else into
         # A remote file is asked for in one go.
-        most = _PIECE_BYTES if self._fs is None else max(1, len(buffer))
+        most = _PIECE_BYTES if self._fs is None else max(1, len(room))
         with self.open(path) as file, self._errors(path):
-            in_order(file)
-            while done < len(buffer):
-                got = file.readinto(buffer[done : done + most])  # type: ignore[attr-defined]
-                if not got:
-                    break
-                crc32 = _core.crc32(buffer[done : done + got], crc32)
-                done += got
-                if once:
-                    forget(file, done)
-        return done, crc32
-
-    def pieces(self, path: str, piece_bytes: int = 1 << 20) -> Iterator[memoryview]:
-        """The bytes of a file, in pieces that are good until the next one is asked for."""
-        piece = memoryview(bytearray(piece_bytes))
-        file = self.open(path)
-        with file:
-            with self._errors(path):
-                in_order(file)
-            while True:
-                with self._errors(path):
-                    got = file.readinto(piece)  # type: ignore[attr-defined]
+            # Advice, which some systems do not take: files are read the same without.
+            advised = hasattr(os, "posix_fadvise") and isinstance(file, FileIO)
+            if advised:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            at = done = 0
+            while into is None or done < len(room):
+                got = file.readinto(room[at : at + most])  # type: ignore[attr-defined]
                 if not got:
                     return
-                yield piece[:got]
+                yield room[at : at + got]
+                done += got
+                at = 0 if into is None else done
+                if once and advised:
+                    # Always from the start: a page that was read in part only would stay.
+                    os.posix_fadvise(file.fileno(), 0, done, os.POSIX_FADV_DONTNEED)
 
     def size(self, path: str) -> int:
         """Bytes of a file."""
-        full = self._full(path)
-        with self._errors(path):
+        with self._at(path) as full:
             return os.stat(full).st_size if self._fs is None else int(self._fs.info(full)["size"])
 
     def replace(self, path: str, data: bytes) -> None:
         """Write a small file whole: atomically and durably, where the file system can."""
-        full = self._full(path)
-        if self._fs is not None:
-            with self._errors(path):
+        with self._at(path) as full:
+            if self._fs is not None:
                 replace_remote(self._fs, full, data)
-            return
-        with self.create(path + _TEMPORARY) as file:
-            file.write(data)
-        with self._errors(path):
+                return
+            with self.create(path + _TEMPORARY) as file:
+                file.write(data)
             os.replace(full + _TEMPORARY, full)
             sync_folder(os.path.dirname(full))
 
     def remove(self, path: str) -> None:
         """Remove a file, durably; one that is not there is fine."""
-        full = self._full(path)
-        with self._errors(path):
+        with self._at(path) as full:
             if self._fs is None:
-                try:
+                with suppress(FileNotFoundError):
                     os.unlink(full)
-                except FileNotFoundError:
-                    return
-                sync_folder(os.path.dirname(full))
+                    sync_folder(os.path.dirname(full))
             else:
                 remove_remote(self._fs, full)
 
@@ -714,7 +612,7 @@ class Storage:
                 if os.path.islink(self._root):
                     os.unlink(self._root)
                 while os.path.isdir(self._root):
-                    with contextlib.suppress(FileNotFoundError):
+                    with suppress(FileNotFoundError):
                         shutil.rmtree(self._root)
             else:
                 remove_remote(self._fs, self._root, tree=True)
@@ -729,17 +627,16 @@ class Storage:
         """For messages: local paths and URLs."""
         return self.url if path is None else f"{self.url.rstrip('/')}/{path}"
 
-    def _full(self, path: str) -> str:
-        return f"{self._root}/{_checked(path)}"
+    @contextmanager
+    def _at(self, path: str) -> Iterator[str]:
+        """A path as the file system has it; what that refuses is an error that names it."""
+        with self._errors(path):
+            yield f"{self._root}/{_checked(path)}"
 
 
 def _checked(path: str) -> str:
     parts = path.split("/")
     if not path or "\\" in path or "\0" in path or any(p in ("", ".", "..") for p in parts):
-        raise CheckpointError(
-            "path below a checkpoint folder",
-            got=repr(path),
-            allowed="names with '/' between them",
-            remedy="Name a file or folder inside it.",
-        )
+        what, allowed = "path below a checkpoint folder", "names with '/' between them"
+        raise CheckpointError(what, repr(path), allowed, "Name a file or folder inside it.")
     return path

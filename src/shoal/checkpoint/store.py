@@ -9,8 +9,10 @@ import os
 import re
 import weakref
 from collections.abc import Collection
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from shoal.checkpoint.manifest import MANIFEST, Kind, Manifest, occupied, read_manifest
 from shoal.checkpoint.storage import Storage, storage_errors
@@ -81,42 +83,30 @@ def claim(folder: Storage, *, make: bool = True) -> Claim | None:
     if local is None:
         return Claim()
     path = f"{local}/{WRITER}"
-    while True:
-        with storage_errors(path):
+    with storage_errors(path):
+        while True:
             try:
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             except FileNotFoundError:
                 if not make:
                     return None
                 folder.make()
                 continue
-        found = _locked(fd, path)
-        if found == "ours":
-            return Claim(path, fd)
-        os.close(fd)
-        if found == "no locks":
-            return Claim()
-        if found == "theirs":
-            return None
-
-
-def _locked(fd: int, path: str) -> str:
-    """ "ours", "theirs", "no locks", or "gone": the file was removed before it was locked."""
-    with storage_errors(path):
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return "theirs"
-        except OSError as error:
-            if error.errno in _NO_LOCKS:
-                return "no locks"
-            raise
-        try:
-            there = os.stat(path)
-        except FileNotFoundError:
-            return "gone"
-    here = os.fstat(fd)
-    return "ours" if (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino) else "gone"
+            with ExitStack() as undone:
+                undone.callback(os.close, fd)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if os.path.samestat(os.fstat(fd), os.stat(path)):
+                        undone.pop_all()
+                        return Claim(path, fd)
+                except BlockingIOError:
+                    return None
+                except FileNotFoundError:  # it was removed before it was locked
+                    continue
+                except OSError as error:
+                    if error.errno in _NO_LOCKS:
+                        return Claim()
+                    raise
 
 
 def _forget_all() -> None:
@@ -124,8 +114,7 @@ def _forget_all() -> None:
         one.forget()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_forget_all)
 
 
 _NAME = re.compile(r"step-(\d{12,})-(full|delta)")
@@ -186,16 +175,15 @@ class CheckpointStore:
     def list(self) -> tuple[CheckpointEntry, ...]:
         """The committed checkpoints, oldest first; of one step the full one last."""
         found = [
-            _entry(name)
+            CheckpointEntry(name, int(match[1]), cast(Kind, match[2]))
             for name in self.storage.folders()
-            if _NAME.fullmatch(name) and self.folder(name).exists(MANIFEST)
+            if (match := _NAME.fullmatch(name)) and self.folder(name).exists(MANIFEST)
         ]
         return tuple(sorted(found, key=_age))
 
     def latest(self) -> CheckpointEntry | None:
         """The newest committed checkpoint."""
-        entries = self.list()
-        return entries[-1] if entries else None
+        return max(self.list(), key=_age, default=None)
 
     def manifest(self, name: str) -> Manifest:
         """Of a checkpoint by its folder's name.
@@ -222,28 +210,23 @@ class CheckpointStore:
             CheckpointError: a parent is missing, is another checkpoint than the one the delta
                 was made from, or comes after it.
         """
+        what = f"parent of checkpoint {name} in {self.url}"
         links = [self.manifest(name)]
         while (parent := links[-1].parent) is not None:
-            link = (
-                self.manifest(parent.folder)
-                if self.folder(parent.folder).exists(MANIFEST)
-                else None
-            )
-            got, allowed, remedy = "", "", ""
-            if link is None:
-                got = f"no checkpoint {parent.folder}"
+            if not self.folder(parent.folder).exists(MANIFEST):
                 allowed = f"the one of id {parent.id} that it is a delta of"
                 remedy = "Copy the whole chain, or load an older checkpoint."
-            elif link.id != parent.id:
+                raise CheckpointError(what, f"no checkpoint {parent.folder}", allowed, remedy)
+            link = self.manifest(parent.folder)
+            if link.id != parent.id:
                 got, allowed = f"{parent.folder} of id {link.id}", f"id {parent.id}"
                 remedy = "Folders of two runs are mixed: put the right one there."
-            elif any(link.id == one.id for one in links) or link.step > links[-1].step:
+                raise CheckpointError(what, got, allowed, remedy)
+            if any(link.id == one.id for one in links) or link.step > links[-1].step:
                 got = f"{parent.folder} of step {link.step}"
                 allowed = f"a step of at most {links[-1].step}, not in the chain yet"
                 remedy = "The manifests were changed: load another checkpoint."
-            if link is None or got:
-                what = f"parent of checkpoint {name} in {self.url}"
-                raise CheckpointError(what, got=got, allowed=allowed, remedy=remedy)
+                raise CheckpointError(what, got, allowed, remedy)
             links.append(link)
         return tuple(reversed(links))
 
@@ -280,12 +263,9 @@ class CheckpointStore:
             self.clean()
             held = claim(folder)
             if held is None:
-                raise CheckpointError(
-                    "checkpoint folder",
-                    got=f"{folder.url}, which another save is writing",
-                    allowed="one writer at a time",
-                    remedy="Give each job a folder of its own, or wait for the other one.",
-                )
+                what, got = "checkpoint folder", f"{folder.url}, which another save is writing"
+                remedy = "Give each job a folder of its own, or wait for the other one."
+                raise CheckpointError(what, got, "one writer at a time", remedy)
             if not folder.exists(MANIFEST):
                 return held
             held.release(keep=False)
@@ -335,15 +315,11 @@ class CheckpointStore:
             and (root in names or entry.step < oldest)
         ]
         gone = sorted(doomed, key=lambda name: len(lines[name]), reverse=True)
-        for name in gone:
-            self._remove(name)
+        for folder in map(self.folder, gone):
+            if not folder.is_link:  # what a link leads to is not ours
+                folder.remove(MANIFEST)  # from here on `clean` would finish it
+            folder.remove_tree()
         return tuple(gone)
-
-    def _remove(self, name: str) -> None:
-        folder = self.folder(name)
-        if not folder.is_link:  # what a link leads to is not ours
-            folder.remove(MANIFEST)  # from here on `clean` would finish it
-        folder.remove_tree()
 
 
 def locate(url: str | Path) -> tuple[CheckpointStore, str]:
@@ -370,12 +346,6 @@ def locate(url: str | Path) -> tuple[CheckpointStore, str]:
     return store, newest.name
 
 
-def _entry(name: str) -> CheckpointEntry:
-    match = _NAME.fullmatch(name)
-    assert match is not None
-    return CheckpointEntry(name, int(match[1]), "full" if match[2] == "full" else "delta")
-
-
 def _age(entry: CheckpointEntry) -> tuple[int, bool]:
     return entry.step, entry.kind == "full"
 
@@ -390,9 +360,5 @@ def _line(name: str, parents: dict[str, str]) -> list[str]:
 
 def _check_keep(keep_full: int | None) -> None:
     if keep_full is not None and keep_full < 1:
-        raise CheckpointError(
-            "full checkpoints to keep",
-            got=keep_full,
-            allowed="1 or more, or None for all",
-            remedy="Keep at least one.",
-        )
+        what, allowed = "full checkpoints to keep", "1 or more, or None for all"
+        raise CheckpointError(what, keep_full, allowed, "Keep at least one.")

@@ -99,23 +99,12 @@ class TableMatch:
 def saved_table(collection: str, spec: TableSpec, *, rows: int, deleted: int) -> SavedTable:
     """The saved form of a whole table."""
     segments = tuple(
-        SavedSegment(
-            name=one.name,
-            dim=one.dim,
-            state_width=one.state_width,
-            optimizer=optimizer_kind(one.optimizer),
-        )
+        SavedSegment(one.name, one.dim, one.state_width, optimizer_kind(one.optimizer))
         for one in spec.segments
     )
+    admission = admission_kind(spec.admission)
     return SavedTable(
-        collection=collection,
-        name=spec.name,
-        hash_name=spec.hash_name,
-        dtype=spec.dtype,
-        segments=segments,
-        rows=rows,
-        deleted=deleted,
-        admission=admission_kind(spec.admission),
+        collection, spec.name, spec.hash_name, spec.dtype, segments, rows, deleted, admission
     )
 
 
@@ -133,9 +122,7 @@ def admission_kind(admission: Admission | None) -> str | None:
 
 
 def match_tables(
-    saved: Sequence[SavedTable],
-    specs: Mapping[str, Sequence[TableSpec]],
-    options: LoadOptions,
+    saved: Sequence[SavedTable], specs: Mapping[str, Sequence[TableSpec]], options: LoadOptions
 ) -> tuple[TableMatch, ...]:
     """Pair the tables of a checkpoint with those of a model.
 
@@ -162,16 +149,7 @@ def match_tables(
         collection, spec = model[key]
         segments = tuple(_segments(key, spec, there[source], options, problems))
         admission = _admission(key, spec, there[source], options, problems)
-        matches.append(
-            TableMatch(
-                key=key,
-                collection=collection,
-                spec=spec,
-                saved=there[source],
-                segments=segments,
-                admission=admission,
-            )
-        )
+        matches.append(TableMatch(key, collection, spec, there[source], segments, admission))
     if options.tables is None:
         used = {match.saved.key for match in matches}
         problems += [
@@ -248,13 +226,7 @@ def _segments(
                 state_source = None
         elif f"{key}.{segment.name}" not in options.allow_missing:
             problems.append(f"segment '{key}.{segment.name}' is not in it")
-        yield SegmentMatch(
-            segment=segment,
-            start=start,
-            state_start=state_start,
-            source=source,
-            state_source=state_source,
-        )
+        yield SegmentMatch(segment, start, state_start, source, state_source)
         start, state_start = start + segment.dim, state_start + segment.state_width
 
 

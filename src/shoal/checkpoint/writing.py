@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import queue
 import threading
@@ -25,7 +24,6 @@ from shoal.checkpoint.sharded_rows import (
     RowSlice,
     ShardedRows,
     ShardedTable,
-    SliceSource,
     slices_of,
 )
 from shoal.checkpoint.snapshot_point import SnapshotPoint
@@ -33,10 +31,9 @@ from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.table_match import saved_table
 from shoal.checkpoint.writing_plan import plan_writing, split
 from shoal.comm.collectives import Collectives
-from shoal.comm.consensus import together
+from shoal.comm.consensus import reduced, together
 from shoal.errors import CheckpointError, CollectiveFailed, ShoalError
 from shoal.table.hosting import HostedTables
-from shoal.table.shard import Snapshot
 from shoal.table.spec import TableSpec
 from shoal.table.values import AdmissionState
 
@@ -211,14 +208,6 @@ class Progress:
     waited_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """Files of one kind: this rank's by their numbers, and rows of all ranks by key."""
-
-    saved: Mapping[int, SavedFile]
-    rows: Mapping[str, int]
-
-
 class JobWriter:
     """One rank's part in writing a checkpoint.
 
@@ -241,14 +230,10 @@ class JobWriter:
         self.tables, self.point, self.folder = tables, point, folder
         self.draft, self.collectives = draft, collectives
         self._done = self._total = 0
+        self._rows: dict[tuple[FileKind, str], int] = {}  # of all ranks, by kind and table
         self._last: Progress | None = None
         self._throttle = Throttle()
         self._aborted = threading.Event()
-
-    @property
-    def concurrent(self) -> bool:
-        """Whether training may continue while it runs."""
-        return self.point.concurrent
 
     def stop_throttling(self) -> None:
         """Pause no more between rows; from any thread."""
@@ -278,15 +263,9 @@ class JobWriter:
         )[0]
         rank_states = self._stage("states of ranks", lambda: self.point.rank_state)
         state = self._stage("state of the job", lambda: self._write_state(rank_states))[0]
-        manifest = replace(
-            self.draft,
-            tables=tuple(self._saved_tables(rows[0].rows, deleted[0].rows)),
-            files=(
-                *(one for kind in (rows, deleted, admission, sketches) for one in _in_order(kind)),
-                *dense_files,
-                *state,
-            ),
-        )
+        kinds = (rows, deleted, admission, sketches)
+        files = [one for kind in kinds for one in _in_order(kind)] + [*dense_files, *state]
+        manifest = replace(self.draft, tables=tuple(self._saved_tables()), files=tuple(files))
         self._stage("manifest", lambda: self._commit(manifest), last=True)
         return manifest
 
@@ -296,13 +275,9 @@ class JobWriter:
             return self._last
         snapshots = {id(one): one for one in self.point.snapshots.values()}.values()
         costs = [stats for one in snapshots if (stats := getattr(one, "stats", None)) is not None]
-        return Progress(
-            self._done,
-            self._total,
-            sum(one.copied_rows for one in costs),
-            sum(one.spilled_bytes for one in costs),
-            sum(one.waited_s for one in costs),
-        )
+        names = ("copied_rows", "spilled_bytes", "waited_s")
+        spent = (sum(getattr(one, name) for one in costs) for name in names)
+        return Progress(self._done, self._total, *spent)
 
     def abort(self) -> None:
         """Fail soon, on all ranks; from any thread."""
@@ -347,7 +322,7 @@ class JobWriter:
                 "a save under way", got="abort()", allowed="to continue", remedy="Save again."
             )
 
-    def _write_rows(self, concurrent: bool) -> _Written:
+    def _write_rows(self, concurrent: bool) -> dict[int, SavedFile]:
         if concurrent:
             _core.give_way()
             self._throttle.start()
@@ -355,13 +330,14 @@ class JobWriter:
                 snapshot.give_way()
         return self._write("rows")
 
-    def _write(self, kind: FileKind) -> _Written:
-        """This rank's files of rows or ids; all ranks call it alike."""
+    def _write(self, kind: FileKind) -> dict[int, SavedFile]:
+        """This rank's files of rows or ids, by their numbers; all ranks call it alike."""
         tables = [] if (kind, self.draft.kind) == ("deleted", "full") else [*self._sharded(kind)]
         if not tables:
-            return _Written({}, {})
+            return {}
         rows = ShardedRows(tables, self.collectives)
         counted = rows.counted()
+        self._rows |= {(kind, one.key): one.rows for one in counted}
         files = split(counted, kind)
         plan = plan_writing(files, counted, self.collectives.world_size)
         mine = [n for n, writer in enumerate(plan.writers) if writer == self.collectives.rank]
@@ -387,13 +363,10 @@ class JobWriter:
             raise
         for number in mine:
             if saved[number].rows != files[number].rows:
-                raise CheckpointError(
-                    f"rows of {files[number].path}",
-                    got=saved[number].rows,
-                    allowed=f"{files[number].rows}, as were counted",
-                    remedy="A snapshot did not keep its rows: report it.",
-                )
-        return _Written(saved, {one.key: one.rows for one in counted})
+                what, allowed = f"rows of {files[number].path}", f"{files[number].rows}, as counted"
+                remedy = "A snapshot did not keep its rows: report it."
+                raise CheckpointError(what, saved[number].rows, allowed, remedy)
+        return saved
 
     def _sharded(self, kind: FileKind) -> Iterator[ShardedTable]:
         """What there is of a kind on this rank. Every slice has all ids: the first one's count."""
@@ -405,43 +378,40 @@ class JobWriter:
                 rows = (None if k.table is None else RowSlice(snapshot, k.table) for k in slices)
                 yield ShardedTable(key, spec, layout, slices, tuple(rows))
                 continue
-            first, source = slices[0].table, cast(SliceSource | None, None)
-            if kind == "deleted" and first is not None:
-                read = functools.partial(_deleted, snapshot, first)
-                source = IdSlice(spec.hash_name, read)
-            if kind == "admission":
-                if spec.admission is None or spec.admission.counter != "exact":
-                    continue
-                if (here := self.point.admission.get((name, spec.name))) is not None:
-                    source = IdSlice(spec.hash_name, functools.partial(_counters, here))
-            ids = RowLayout.ids(counted=kind == "admission")
-            yield ShardedTable(key, spec, ids, slices[:1], (source,))
+            if kind == "admission" and _counter(spec) != "exact":
+                continue
+            layout = RowLayout.ids(counted=kind == "admission")
+            source = self._ids(kind, name, spec, slices[0].table)
+            yield ShardedTable(key, spec, layout, slices[:1], (source,))
 
-    def _write_sketches(self) -> _Written:
+    def _ids(self, kind: FileKind, name: str, spec: TableSpec, first: int | None) -> IdSlice | None:
+        """Deleted or counted ids that this rank has of a table; read when they are asked for."""
+        if kind == "deleted":
+            snapshot = self.point.snapshots[name]
+            if first is not None:
+                return IdSlice(spec.hash_name, lambda: (snapshot.deleted(first),))
+        elif (here := self.point.admission.get((name, spec.name))) is not None:
+            return IdSlice(spec.hash_name, lambda: (here.ids, here.counts))
+        return None
+
+    def _write_sketches(self) -> dict[int, SavedFile]:
         """Of the sketches of all ranks the largest cells: never less than an id was seen, and the
         same again when all ranks that loaded it save it."""
-        saved: dict[int, SavedFile] = {}
-        failures: list[Exception] = []
+        mine: dict[int, tuple[str, str, Any]] = {}
         ranks = self.collectives
-        tables = [
-            (name, spec)
-            for name, _, spec in self._specs()
-            if spec.admission is not None and spec.admission.counter == "sketch"
-        ]
+        tables = [(name, spec) for name, _, spec in self._specs() if _counter(spec) == "sketch"]
         for number, (name, spec) in enumerate(tables):
-            here = self.point.admission.get((name, spec.name))
-            cells = _cells(spec, here).to(ranks.device)
-            (cells,) = ranks.all_reduce(cells, "max", what="sketches of a checkpoint").wait()
-            if number % ranks.world_size == ranks.rank and not failures:
-                path, key = sketch_path(name, spec.name), f"{name}/{spec.name}"
-                data = cells.cpu().to(torch.uint32).numpy().tobytes()
-                try:
-                    saved[number] = write_whole(self.folder, path, "sketch", data, [key])
-                except Exception as error:  # noqa: BLE001 - the other ranks are in the next round
-                    failures.append(error)
-        if failures:
-            raise failures[0]
-        return _Written(saved, {})
+            cells = _cells(spec, self.point.admission.get((name, spec.name)))
+            cells = reduced(ranks, cells, "max", what="sketches of a checkpoint")
+            if number % ranks.world_size == ranks.rank:
+                mine[number] = name, spec.name, cells.to(torch.uint32).numpy()
+        # Once all ranks are through: a failure of one would leave the others waiting.
+        return {
+            number: write_whole(
+                self.folder, sketch_path(name, table), "sketch", cells, [f"{name}/{table}"]
+            )
+            for number, (name, table, cells) in mine.items()
+        }
 
     def _write_state(self, rank_states: Sequence[Mapping[str, Any]]) -> tuple[SavedFile, ...]:
         if self.collectives.rank != 0:
@@ -452,12 +422,11 @@ class JobWriter:
         if self.collectives.rank == 0:
             commit(self.folder, manifest)
 
-    def _saved_tables(
-        self, rows: Mapping[str, int], deleted: Mapping[str, int]
-    ) -> Iterator[SavedTable]:
+    def _saved_tables(self) -> Iterator[SavedTable]:
         for name, _, spec in self._specs():
             key = f"{name}/{spec.name}"
-            yield saved_table(name, spec, rows=rows[key], deleted=deleted.get(key, 0))
+            rows, deleted = self._rows["rows", key], self._rows.get(("deleted", key), 0)
+            yield saved_table(name, spec, rows=rows, deleted=deleted)
 
     def _specs(self) -> Iterator[tuple[str, HostedTables, TableSpec]]:
         for name, hosted in self.tables.items():
@@ -474,14 +443,10 @@ def _cells(spec: TableSpec, here: AdmissionState | None) -> Tensor:
     return torch.frombuffer(bytearray(here.cells), dtype=torch.uint32).to(torch.int64)
 
 
-def _deleted(snapshot: Snapshot, table: int) -> Columns:
-    return (snapshot.deleted(table),)
+def _counter(spec: TableSpec) -> str | None:
+    return None if spec.admission is None else spec.admission.counter
 
 
-def _counters(state: AdmissionState) -> Columns:
-    return state.ids, state.counts
-
-
-def _in_order(written: Sequence[_Written]) -> list[SavedFile]:
-    files = {number: file for one in written for number, file in one.saved.items()}
+def _in_order(written: Sequence[Mapping[int, SavedFile]]) -> list[SavedFile]:
+    files = {number: file for one in written for number, file in one.items()}
     return [files[number] for number in sorted(files)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -140,10 +141,12 @@ def split(
     plans: list[FilePlan] = []
     shared: dict[RowLayout, int] = {}  # the file that small tables of a layout go to
     for table in tables:
-        counts, rows, row_bytes = _counts_of(table), table.rows, table.layout.row_bytes
+        rows, row_bytes = table.rows, table.layout.row_bytes
         if not rows:
             continue
         if rows * row_bytes >= small_bytes:
+            # By as many bits as its rows ask for, whatever finer counts it was given by.
+            counts = table.counts.view(1 << bits_for(rows), -1).sum(1)
             for start, stop, part in _halved(counts, max(1, file_bytes // row_bytes)):
                 plans.append(FilePlan("", (table.key,), start, stop, part, table.layout))
             continue
@@ -176,11 +179,6 @@ def write_tables(
         except BaseException:
             writer.abort()
             raise
-
-
-def _counts_of(table: TableRows) -> Tensor:
-    """The histogram by as many bits as its rows ask for, whatever finer one it was given by."""
-    return table.counts.view(1 << bits_for(table.rows), -1).sum(1)
 
 
 def _halved(counts: Tensor, fitting: int) -> Iterator[tuple[int, int, int]]:
@@ -271,7 +269,8 @@ def plan_writing(
     for of_files in taken:
         of_files.sort(key=lambda pieces: not any(piece.travels for piece in pieces))
         pieces_W.append(tuple(piece for pieces in of_files for piece in pieces))
-    return WritingPlan(tuple(writers), tuple(pieces_W), _rounds(pieces_W))
+    travelling = ([piece for piece in pieces if piece.travels] for pieces in pieces_W)
+    return WritingPlan(tuple(writers), tuple(pieces_W), tuple(zip_longest(*travelling)))
 
 
 def _writer(file: FilePlan, here: Sequence[TableRows], load: Sequence[int]) -> int:
@@ -310,11 +309,3 @@ def _pieces(
             spans = (*last.spans, HashSpan(index, start, stop))
             found[-1] = Piece(number, spans, last.travels or travels)
     return found
-
-
-def _rounds(pieces_W: Sequence[Sequence[Piece]]) -> tuple[tuple[Piece | None, ...], ...]:
-    travelling = [[piece for piece in pieces if piece.travels] for pieces in pieces_W]
-    count = max(map(len, travelling), default=0)
-    return tuple(
-        tuple(pieces[k] if k < len(pieces) else None for pieces in travelling) for k in range(count)
-    )

@@ -181,8 +181,7 @@ def import_(
         ),
     ] = None,
     config: Annotated[
-        str | None,
-        option("FILE", "Config of a run: segments, optimizers and dtype of its tables."),
+        str | None, option("FILE", "Config of a run: segments, optimizers and dtype of its tables.")
     ] = None,
     optimizer: Annotated[
         str | None,
@@ -232,25 +231,9 @@ def import_(
       shoal ckpt import dump/MonolithMultiHashTable_0 --format monolith --config run.yaml
       --out checkpoints
     """
+    given = {**locals(), "tables": tables or [], "key": key or []}
+    del given["debug"]
     with clean_errors(debug):
         from shoal.cli import ckpt_rows
 
-        ckpt_rows.import_rows(
-            ckpt_rows.ImportRequest(
-                source=source,
-                out=out,
-                form=form,
-                tables=tuple(tables or ()),
-                collection=collection,
-                config=config,
-                optimizer=optimizer,
-                dtype=dtype,
-                keys=tuple(key or ()),
-                id_column=id_column,
-                vector_column=vector_column,
-                weights_only=weights_only,
-                seed=seed,
-                last_seen_s=last_seen_s,
-            ),
-            out=console(),
-        )
+        ckpt_rows.import_rows(ckpt_rows.ImportRequest(**given), out=console())

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from rich.console import Console
 from torch import Tensor
 
+from shoal.checkpoint import maintenance
+from shoal.checkpoint.chain import Chain, Link
 from shoal.checkpoint.dense import DenseReader, check_files
-from shoal.checkpoint.maintenance import TableDiffs
-from shoal.checkpoint.maintenance import compact as compact_chain
-from shoal.checkpoint.maintenance import diff as compare
-from shoal.checkpoint.maintenance import verify as look
-from shoal.checkpoint.manifest import Manifest, SavedTable
-from shoal.cli.ckpt_inspect import Place, chosen, describe_bytes, find, plain_table
+from shoal.cli.ckpt_inspect import chosen, find, plain_table
 from shoal.cli.shell import print_line
+from shoal.telemetry import human_bytes
 
 _DENSE = 20  # parameters to print at most
 
@@ -28,13 +25,12 @@ def diff(left: str, right: str, tables: Sequence[str], *, out: Console) -> bool:
         CheckpointError: no checkpoint there, or a file of it is missing or damaged.
         UnknownName: neither has such a table.
     """
-    a, b = find(left), find(right)
-    manifests = [place.store.manifest(place.name) for place in (a, b)]
-    rows = _rows(a, b, manifests, tables)
-    dense = [] if tables else list(_dense(a, b, manifests))
+    both = [Chain(*find(path)) for path in (left, right)]
+    rows = _rows(both, tables)
+    dense = [] if tables else list(_dense(both))
 
-    for letter, place, manifest in zip("AB", (a, b), manifests, strict=True):
-        print_line(out, f"{letter}: {place.url}, step {manifest.step:,}")
+    for letter, chain in zip("AB", both, strict=True):
+        print_line(out, f"{letter}: {chain.last.storage.url}, step {chain.last.manifest.step:,}")
     for letter, keys in (("A", rows.only_a), ("B", rows.only_b)):
         for key in keys:
             print_line(out, f"table {key}: only in {letter}")
@@ -51,16 +47,16 @@ def diff(left: str, right: str, tables: Sequence[str], *, out: Console) -> bool:
     return same
 
 
-def _rows(a: Place, b: Place, manifests: Sequence[Manifest], names: Sequence[str]) -> TableDiffs:
-    if not names:
-        return compare(a.url, b.url)
-    every = {table.key: table for manifest in manifests for table in manifest.tables}
-    tables: Sequence[SavedTable] = tuple(every.values())
-    wanted = frozenset(tables[index].key for index in chosen(tables, names))
-    return compare(a.url, b.url, tables=wanted)
+def _rows(both: Sequence[Chain], names: Sequence[str]) -> maintenance.TableDiffs:
+    wanted = None
+    if names:
+        every = tuple({table.key: table for chain in both for table in chain.tables}.values())
+        wanted = frozenset(every[index].key for index in chosen(every, names))
+    a, b = (chain.last.storage.url for chain in both)
+    return maintenance.diff(a, b, tables=wanted)
 
 
-def _print_rows(rows: TableDiffs, out: Console) -> None:
+def _print_rows(rows: maintenance.TableDiffs, out: Console) -> None:
     table = plain_table(
         *("table", "only A", "only B", "equal", "changed", "only seen"),
         *("weights: max diff", "state: max diff"),
@@ -72,25 +68,24 @@ def _print_rows(rows: TableDiffs, out: Console) -> None:
     out.print(table)
 
 
-def _dense(a: Place, b: Place, manifests: Sequence[Manifest]) -> Iterator[str]:
+def _dense(both: Sequence[Chain]) -> Iterator[str]:
     """A line for each value of a module or an optimizer that differs."""
-    readers = [_reader(place, one) for place, one in zip((a, b), manifests, strict=True)]
+    readers = [_reader(chain.last) for chain in both]
     keys = [frozenset(reader.names()) if reader else frozenset() for reader in readers]
     for key in sorted(keys[0] | keys[1]):
-        for letter, own in zip("AB", keys, strict=True):
-            if key not in keys[0] & keys[1] and key in own:
-                yield f"dense {key}: only in {letter}"
-        if key in keys[0] & keys[1]:
-            one, other = (reader.value(key) for reader in readers if reader)
-            if why := _difference(one, other):
-                yield f"dense {key}: {why}"
+        pairs = zip(readers, keys, strict=True)
+        values = [reader.value(key) for reader, own in pairs if reader and key in own]
+        if len(values) < 2:
+            yield f"dense {key}: only in {'A' if key in keys[0] else 'B'}"
+        elif why := _difference(*values):
+            yield f"dense {key}: {why}"
 
 
-def _reader(place: Place, manifest: Manifest) -> DenseReader | None:
-    if not any(file.kind == "dense" for file in manifest.files):
+def _reader(link: Link) -> DenseReader | None:
+    if not any(file.kind == "dense" for file in link.manifest.files):
         return None
-    check_files(place.folder, manifest)
-    return DenseReader(place.folder)
+    check_files(link.storage, link.manifest)
+    return DenseReader(link.storage)
 
 
 def _difference(one: Any, other: Any) -> str:
@@ -98,14 +93,10 @@ def _difference(one: Any, other: Any) -> str:
         return "" if type(one) is type(other) and one == other else f"{one!r} and {other!r}"
     if one.shape != other.shape or one.dtype != other.dtype:
         return f"{one.dtype}{list(one.shape)} and {other.dtype}{list(other.shape)}"
-    if torch.equal(one, other):
+    far = maintenance.apart(one, other)
+    if not far.any():
         return ""
-    wide, other_wide = one.double(), other.double()
-    apart = (wide - other_wide).abs()
-    apart[(wide == other_wide) | (wide.isnan() & other_wide.isnan())] = 0.0
-    if not apart.any():
-        return ""
-    count, largest = int((apart != 0).sum()), float(apart.nan_to_num(torch.inf).max())
+    count, largest = int((far != 0).sum()), float(far.max())
     return f"{count:,} of {one.numel():,} numbers, max diff {largest:.3g}"
 
 
@@ -118,7 +109,8 @@ def verify(path: str, *, chain: bool, out: Console) -> bool:
     Raises:
         CheckpointError: there is no checkpoint.
     """
-    report = look(find(path).url, chain=chain)
+    store, name = find(path)
+    report = maintenance.verify(store.folder(name).url, chain=chain)
 
     print_line(out, f"checkpoint: {report.url}")
     for name in report.checkpoints:
@@ -129,7 +121,7 @@ def verify(path: str, *, chain: bool, out: Console) -> bool:
         print_line(out, f"no part of it: {name}")
     if len(report.unlisted) > _UNLISTED:
         print_line(out, f"no part of it: {len(report.unlisted) - _UNLISTED:,} more files")
-    counted = f"{report.files:,} files, {describe_bytes(report.bytes)}, {report.rows:,} rows"
+    counted = f"{report.files:,} files, {human_bytes(report.bytes)}, {report.rows:,} rows"
     print_line(
         out, f"{'all well' if report.ok else f'{len(report.problems):,} problems'}: {counted}"
     )
@@ -142,11 +134,11 @@ def compact(path: str, *, out: Console) -> None:
     Raises:
         CheckpointError: none there, a broken chain, a full one already, or no room.
     """
-    place = find(path)
-    chain = place.chain()
-    written = compact_chain(place.store, place.name)
-    new = Place(place.store, place.store.name(written.step, "full"))
+    store, name = find(path)
+    chain = Chain(store, name)
+    written = maintenance.compact(store, name)
+    new = store.folder(store.name(written.step, "full"))
     before = sum(file.bytes for link in chain.links for file in link.manifest.files)
     after = sum(file.bytes for file in written.files)
-    print_line(out, f"chain: {len(chain.links)} checkpoints, {describe_bytes(before)}")
-    print_line(out, f"full: {new.url}, {describe_bytes(after)}")
+    print_line(out, f"chain: {len(chain.links)} checkpoints, {human_bytes(before)}")
+    print_line(out, f"full: {new.url}, {human_bytes(after)}")

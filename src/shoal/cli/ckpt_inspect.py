@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
-import numpy as np
 import torch
 from rich import box
 from rich.console import Console
@@ -19,53 +18,30 @@ from torch import Tensor
 from shoal.checkpoint.chain import Chain, Link
 from shoal.checkpoint.dense import DenseReader, check_files
 from shoal.checkpoint.manifest import FileKind, Manifest, SavedTable
-from shoal.checkpoint.row_files import Columns, RowLayout, read_rows
+from shoal.checkpoint.row_files import Columns, RowLayout, read_rows, tallied
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import CheckpointStore, locate
 from shoal.cli.shell import print_line
 from shoal.errors import unknown_name
+from shoal.telemetry import human_bytes
 
 _RUN_FOLDERS = ("checkpoints", "model")  # of a run folder, which has a config.yaml
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A checkpoint: `name` in its store."""
-
-    store: CheckpointStore
-    name: str
-
-    @property
-    def url(self) -> str:
-        """Of its folder."""
-        return self.folder.url
-
-    @property
-    def folder(self) -> Storage:
-        """Its own."""
-        return self.store.folder(self.name)
-
-    def chain(self) -> Chain:
-        """What it is made of."""
-        return Chain(self.store, self.name)
-
-
-def find(path: str) -> Place:
-    """The checkpoint of that folder or URL, or the newest of a store or of a run.
+def find(path: str) -> tuple[CheckpointStore, str]:
+    """The checkpoint of that folder or URL, or the newest of a store or of a run: store and name.
 
     Raises:
         CheckpointError: there is none.
     """
     here = Storage(path)
     if here.exists("config.yaml"):
-        newest = [
-            (entry.step, Place(store, entry.name))
-            for store in (CheckpointStore(here.child(name)) for name in _RUN_FOLDERS)
-            if (entry := store.latest()) is not None
-        ]
+        stores = [CheckpointStore(here.child(name)) for name in _RUN_FOLDERS]
+        newest = [(entry, store) for store in stores if (entry := store.latest()) is not None]
         if newest:
-            return sorted(newest, key=lambda one: one[0])[-1][1]
-    return Place(*locate(path))
+            entry, store = max(reversed(newest), key=lambda one: one[0].step)
+            return store, entry.name
+    return locate(path)
 
 
 def chosen(tables: Sequence[SavedTable], names: Sequence[str]) -> list[int]:
@@ -129,39 +105,31 @@ class Spread:
     least: int = -1
     largest: int = -1
     _shift: int = 0
-    _values: Any = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    _counts: Any = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    _values: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64, device="cpu"))
+    _counts: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64, device="cpu"))
 
     def add(self, values: Tensor) -> None:
         """Take int64 [N]."""
         if not len(values):
             return
-        low, high = int(values.min()), int(values.max())
+        low, high = map(int, values.aminmax())
         self.least = low if self.least < 0 else min(self.least, low)
         self.largest = max(self.largest, high)
-        found, counts = np.unique(values.numpy() >> self._shift, return_counts=True)
-        self._merge(found, counts)
+        every = torch.cat([self._values, values >> self._shift])
+        self._values, self._counts = tallied(
+            every, torch.cat([self._counts, torch.ones_like(values)])
+        )
         while len(self._values) > self.distinct:
             self._shift += 1
-            found, counts = self._values >> 1, self._counts
-            self._values = self._counts = np.empty(0, dtype=np.int64)
-            self._merge(found, counts)
+            self._values, self._counts = tallied(self._values >> 1, self._counts)
 
     def median(self, *, upper: bool = False) -> int:
         """The lower (or upper) of the middle ones."""
-        totals = np.cumsum(self._counts)
+        totals = self._counts.cumsum(0)
         middle = (int(totals[-1]) - (0 if upper else 1)) // 2
-        at = int(np.searchsorted(totals, middle, side="right"))
+        at = int(torch.searchsorted(totals, middle, right=True))
         value = int(self._values[min(at, len(self._values) - 1)]) << self._shift
         return min(max(value, self.least), self.largest)
-
-    def _merge(self, values: Any, counts: Any) -> None:
-        every = np.concatenate([self._values, values])
-        self._values, where = np.unique(every, return_inverse=True)
-        amounts = np.concatenate([self._counts, counts])
-        totals = np.zeros(len(self._values), dtype=np.int64)
-        np.add.at(totals, where, amounts)
-        self._counts = totals
 
 
 @dataclass(slots=True)
@@ -208,7 +176,7 @@ def show(path: str, tables: Sequence[str], *, as_json: bool, out: Console) -> No
         CheckpointError: there is none, or it is damaged.
         UnknownName: it has no such table.
     """
-    found = gather(find(path), tables)
+    found = gather(Chain(*find(path)), tables)
     if as_json:
         print_line(out, json.dumps(found, indent=2, allow_nan=False))
         return
@@ -224,12 +192,11 @@ def show(path: str, tables: Sequence[str], *, as_json: bool, out: Console) -> No
 _SHOWN = ("version", "seed", "world_size", "created_s", "packages", "last_steps")
 
 
-def gather(place: Place, names: Sequence[str]) -> dict[str, Any]:
+def gather(chain: Chain, names: Sequence[str]) -> dict[str, Any]:
     """All of it as plain values; reads the rows of the tables of these names, or of all."""
-    chain = place.chain()
     manifest = chain.last.manifest
     return {
-        "checkpoint": place.url,
+        "checkpoint": chain.last.storage.url,
         **{name: getattr(manifest, name) for name in ("kind", "id", "step")},
         "samples": manifest.position,
         **{name: getattr(manifest, name) for name in _SHOWN},
@@ -238,7 +205,7 @@ def gather(place: Place, names: Sequence[str]) -> dict[str, Any]:
             for one in (link.manifest for link in chain.links)
         ],
         "tables": [_table(chain, index) for index in chosen(manifest.tables, names)],
-        "modules": _dense(place, manifest),
+        "modules": _dense(chain.last),
         "files": [_files_of(manifest, kind) for kind, _ in _KINDS],
     }
 
@@ -274,11 +241,12 @@ def _pending(link: Link, key: str) -> int:
     )
 
 
-def _dense(place: Place, manifest: Manifest) -> list[dict[str, Any]]:
+def _dense(link: Link) -> list[dict[str, Any]]:
     shapes: dict[str, tuple[int, ...] | None] = {}
+    manifest = link.manifest
     if any(file.kind == "dense" for file in manifest.files):
-        check_files(place.folder, manifest, shares=None)
-        reader = DenseReader(place.folder)
+        check_files(link.storage, manifest, shares=None)
+        reader = DenseReader(link.storage)
         shapes.update((key, reader.shape(key)) for key in tuple(reader.names()))
 
     def numbers(part: str, name: str) -> int:
@@ -329,14 +297,8 @@ def _print_tables(tables: Sequence[dict[str, Any]], out: Console) -> None:
     norms = plain_table("table", "weights: mean", "max", "state: mean", "max", "not finite")
     for one in tables:
         kinds = ", ".join(f"{part['name']} {part['optimizer']}" for part in one["segments"])
-        layout.add_row(
-            one["table"],
-            f"{one['rows']:,}",
-            str(one["dim"]),
-            one["dtype"],
-            kinds,
-            describe_bytes(one["bytes"]),
-        )
+        dim, size = str(one["dim"]), human_bytes(one["bytes"])
+        layout.add_row(one["table"], f"{one['rows']:,}", dim, one["dtype"], kinds, size)
         ages, counts = one["ages_s"] or {}, one["counts"] or {}
         seen.add_row(
             one["table"],
@@ -375,7 +337,7 @@ def _files(files: Sequence[dict[str, Any]]) -> Table:
     table = plain_table("files", "number", "bytes")
     for (_, name), one in zip(_KINDS, files, strict=True):
         if one["files"]:
-            table.add_row(name, f"{one['files']:,}", describe_bytes(one["bytes"]))
+            table.add_row(name, f"{one['files']:,}", human_bytes(one["bytes"]))
     return table
 
 
@@ -386,16 +348,6 @@ def plain_table(first: str, *rest: str) -> Table:
     for name in rest:
         table.add_column(name, justify="right", overflow="fold")
     return table
-
-
-def describe_bytes(count: int) -> str:
-    """1234567 -> "1.2 MB"."""
-    size = float(count)
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
 
 
 def describe_age(seconds: int) -> str:

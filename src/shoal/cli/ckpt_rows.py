@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +14,11 @@ from urllib.parse import quote
 from rich.console import Console
 
 from shoal import config as settings
+from shoal.checkpoint.chain import Chain
 from shoal.checkpoint.formats.dumps import open_embeddings, open_npz, open_text
 from shoal.checkpoint.formats.foreign import ForeignSource, Offered, TableForm, form_of, receive
 from shoal.checkpoint.formats.monolith import open_monolith
 from shoal.checkpoint.formats.parquet import open_parquet, write_parquet
-from shoal.checkpoint.manifest import SavedTable
 from shoal.cli.ckpt_inspect import chosen, find
 from shoal.cli.shell import print_line
 from shoal.config import RunConfig
@@ -33,17 +32,17 @@ _COLLECTION = "embeddings"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportRequest:
-    """The command line."""
+    """What `shoal ckpt import` was given."""
 
     source: Path
     out: str
     form: str
     collection: str | None
-    tables: tuple[str, ...]
+    tables: list[str]
     config: str | None
     optimizer: str | None
     dtype: str | None
-    keys: tuple[str, ...]
+    key: list[str]
     id_column: str | None
     vector_column: str | None
     weights_only: bool
@@ -100,27 +99,20 @@ def _check_apart(forms: Mapping[str, TableForm]) -> None:
     there: dict[str, str] = {}
     for name, form in forms.items():
         if (other := there.setdefault(form.table.key, name)) != name:
-            raise ConfigError(
-                "tables that come in",
-                f"{other} and {name} as {form.table.key}",
-                "a name for each",
-                "Leave --collection out, or pick one with --table.",
-            )
+            what, got = "tables that come in", f"{other} and {name} as {form.table.key}"
+            remedy = "Leave --collection out, or pick one with --table."
+            raise ConfigError(what, got, "a name for each", remedy)
 
 
 def _check(request: ImportRequest) -> None:
     if request.form not in _FORMATS:
         raise unknown_name("format to import", request.form, _FORMATS)
     if request.config is not None and (request.optimizer or request.dtype):
-        raise ConfigError(
-            "what the rows become",
-            "--config with --optimizer or --dtype",
-            "one of the two",
-            "The config says optimizers and dtype.",
-        )
+        what, got = "what the rows become", "--config with --optimizer or --dtype"
+        raise ConfigError(what, got, "one of the two", "The config says optimizers and dtype.")
     if request.dtype is not None and request.dtype not in get_args(RowDType):
         raise unknown_name("dtype", request.dtype, get_args(RowDType))
-    if request.keys and request.form != "embedding":
+    if request.key and request.form != "embedding":
         raise ConfigError("--key", f"--format {request.form}", "embedding", "Leave --key out.")
     for name in ("seed", "last_seen_s"):
         value = getattr(request, name)
@@ -130,36 +122,36 @@ def _check(request: ImportRequest) -> None:
 
 
 def _open_parquet(request: ImportRequest) -> ForeignSource:
-    named = request.tables[0] if len(request.tables) == 1 else None
+    named = _one_named(request)
     return open_parquet(request.source, named, ids=request.id_column, vectors=request.vector_column)
 
 
-def _open_monolith(request: ImportRequest) -> ForeignSource:
-    return open_monolith(request.source, request.tables[0] if len(request.tables) == 1 else None)
+def _one_named(request: ImportRequest) -> str | None:
+    return request.tables[0] if len(request.tables) == 1 else None
 
 
 def _open_embeddings(request: ImportRequest) -> ForeignSource:
-    if not request.tables or (request.keys and len(request.keys) != len(request.tables)):
+    if not request.tables or (request.key and len(request.key) != len(request.tables)):
         raise ConfigError(
             "--table and --key",
-            f"{len(request.tables)} and {len(request.keys)} of them",
+            f"{len(request.tables)} and {len(request.key)} of them",
             "a --table or more, and a --key for each or none",
             "Name the tables that the embeddings become.",
         )
-    keys = request.keys or (None,) * len(request.tables)
+    keys: Sequence[str | None] = request.key or [None] * len(request.tables)
     return open_embeddings(request.source, dict(zip(request.tables, keys, strict=True)))
 
 
 def _one_table(request: ImportRequest) -> str:
-    if len(request.tables) != 1:
-        what = f"--table with --format {request.form}"
-        raise ConfigError(what, len(request.tables), "one", "Name the table that the rows become.")
-    return request.tables[0]
+    if (named := _one_named(request)) is not None:
+        return named
+    what = f"--table with --format {request.form}"
+    raise ConfigError(what, len(request.tables), "one", "Name the table that the rows become.")
 
 
 _FORMATS: Mapping[str, Callable[[ImportRequest], ForeignSource]] = {
     "parquet": _open_parquet,
-    "monolith": _open_monolith,
+    "monolith": lambda request: open_monolith(request.source, _one_named(request)),
     "embedding": _open_embeddings,
     "npz": lambda request: open_npz(request.source, _one_table(request)),
     "text": lambda request: open_text(request.source, _one_table(request)),
@@ -238,13 +230,7 @@ def _check_fits(request: ImportRequest, offered: Offered, form: TableForm) -> No
 
 
 def export(
-    path: str,
-    out: Path,
-    *,
-    form: str,
-    tables: Sequence[str],
-    weights_only: bool,
-    log: Console,
+    path: str, out: Path, *, form: str, tables: Sequence[str], weights_only: bool, log: Console
 ) -> None:
     """Write a folder for each table into `out`, which appears whole or not at all.
 
@@ -254,58 +240,27 @@ def export(
     """
     if form != "parquet":
         raise unknown_name("format to export", form, ["parquet"])
-    place = find(path)
-    chain = place.chain()
+    chain, what = Chain(*find(path)), "folder to export to"
     indices = chosen(chain.tables, tables)
-    partial = _partial(out)
-    try:
-        for index in indices:
-            saved = chain.tables[index]
-            folder = partial / _folder_of(saved)
-            # Of a delta the chain's rows are written, so its own counts do not hold.
-            whole = replace(saved, rows=0, deleted=0)
-            count = write_parquet(
-                folder,
-                whole,
-                chain.chunks(index),
-                seed=chain.last.manifest.seed,
-                place=index,
-                weights_only=weights_only,
-            )
-            print_line(log, f"table {saved.key}: {count:,} rows in {out / _folder_of(saved)}")
-        os.replace(partial, out)
-    except OSError as error:
-        raise _unwritable(out, error) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _folder_of(saved: SavedTable) -> str:
-    return f"{quote(saved.collection, safe='')}.{quote(saved.name, safe='')}"
-
-
-def _partial(out: Path) -> Path:
-    """A folder next to the one to be, with its permissions."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(
-            "folder to export to",
-            got=f"{out}, which is {'not empty' if out.is_dir() else 'a file'}",
-            allowed="a new or empty folder",
-            remedy="Choose another one.",
-        )
+        got = f"{out}, which is {'not empty' if out.is_dir() else 'a file'}"
+        raise CheckpointError(what, got, "a new or empty folder", "Choose another one.")
+    seed = chain.last.manifest.seed
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-        partial.chmod(0o755)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as beside:
+            partial = Path(beside, "tables")
+            partial.mkdir()
+            for index in indices:
+                # Of a delta the chain's rows are written, so its own counts do not hold.
+                whole = replace(chain.tables[index], rows=0, deleted=0)
+                folder = f"{quote(whole.collection, safe='')}.{quote(whole.name, safe='')}"
+                rows = chain.chunks(index)
+                count = write_parquet(
+                    partial / folder, whole, rows, seed=seed, place=index, weights_only=weights_only
+                )
+                print_line(log, f"table {whole.key}: {count:,} rows in {out / folder}")
+            os.replace(partial, out)
     except OSError as error:
-        raise _unwritable(out, error) from error
-    return partial
-
-
-def _unwritable(out: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        "folder to export to",
-        got=f"{out}: {error.strerror or error}",
-        allowed="a folder that can be written",
-        remedy="Choose another one, or make room.",
-    )
+        got, remedy = f"{out}: {error.strerror or error}", "Choose another one, or make room."
+        raise CheckpointError(what, got, "a folder that can be written", remedy) from error

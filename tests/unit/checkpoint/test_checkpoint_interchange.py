@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from shoal.checkpoint.formats.dumps import open_embeddings, open_npz, open_text
 from shoal.checkpoint.formats.foreign import CollectedRows, Entries, ForeignSource, form_of
-from shoal.checkpoint.formats.monolith import frame, masked_crc32c, open_monolith, read_records
+from shoal.checkpoint.formats.monolith import masked_crc32c, open_monolith, read_records
 from shoal.checkpoint.formats.parquet import open_parquet, write_parquet
 from shoal.checkpoint.row_files import chunk_of as chunk_of_columns
 from shoal.errors import DataError, UnknownName
 from shoal.rules.optimizers import SGD, Adagrad
 from shoal.table.shard import HASHES
 from shoal.table.spec import Segment, TableSpec
-from support.foreign_rows import NAMES, chunk_of, in_order, rows_of, same
+from support.foreign_rows import NAMES, chunk_of, frame, in_order, rows_of, same
 
 I64 = torch.iinfo(torch.int64)
 

@@ -25,9 +25,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def written(path: Path, data: bytes, cut: int = 3001) -> bytes:
     sink, crc32 = LocalSink(str(path)), 0
-    for at in range(0, len(data), 2 * cut):
-        parts = [memoryview(data[at : at + cut]), memoryview(data[at + cut : at + 2 * cut])]
-        crc32 = sink.write(parts, crc32)
+    for at in range(0, len(data), cut):
+        crc32 = sink.write(memoryview(data[at : at + cut]), crc32)
     sink.commit()
     assert crc32 == zlib.crc32(data)
     return path.read_bytes()
@@ -104,7 +103,7 @@ def test_what_cannot_be_made_durable_is_removed(
         raise OSError(number, os.strerror(number))
 
     sink = LocalSink(str(tmp_path / "file"))
-    sink.write([memoryview(b"some")], 0)
+    sink.write(memoryview(b"some"), 0)
     monkeypatch.setattr(os, "writev" if number == errno.ENOSPC else "fsync", refuse)
     with pytest.raises(OSError, match=os.strerror(number)):
         sink.commit()
@@ -117,7 +116,7 @@ def test_no_two_files_share_memory(tmp_path: Path):
         data = [os.urandom(3 * BLOCK + 100) for _ in some]
         for at in range(0, len(data[0]), 1000):
             for sink, bytes_ in zip(some, data, strict=True):
-                sink.write([memoryview(bytes_[at : at + 1000])], 0)
+                sink.write(memoryview(bytes_[at : at + 1000]), 0)
         for k, sink in enumerate(some):
             if k == turn:
                 sink.discard()
@@ -142,7 +141,7 @@ def test_a_file_that_lost_bytes_is_not_committed(tmp_path: Path, monkeypatch: py
     with monkeypatch.context() as patch:
         patch.setattr(os, "writev", refuse)
         with pytest.raises(OSError, match="Input/output"):
-            sink.write([memoryview(bytes(BLOCK + 1))], 0)
+            sink.write(memoryview(bytes(BLOCK + 1)), 0)
     with pytest.raises(OSError, match="Input/output"):
         sink.commit()
     assert not (tmp_path / "file").exists()

@@ -6,12 +6,14 @@ import functools
 import math
 import pickle
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
+from pyarrow import csv
 from torch import Tensor
 
 from shoal.checkpoint.formats.foreign import (
@@ -51,18 +53,22 @@ def open_npz(path: Path, table: str) -> ForeignSource:
         got = ", ".join(f"{name} {a.dtype}{list(a.shape)}" for name, a in arrays.items())
         allowed = "one array of ids, integers [N], and one of vectors, floats [N, D]"
         raise malformed(path, got or "no arrays", allowed, "Save it with those two only.")
-    (ids_N,), (vectors_ND,) = ids, vectors
-    many = rows_at_once(vectors_ND.shape[1])
+    ids_N, vectors_ND = torch.from_numpy(ids[0].astype(np.int64)), torch.from_numpy(vectors[0])
+    return source_of([_offered(table, ids_N, vectors_ND)])
+
+
+def _offered(
+    name: str, ids_N: Tensor, weights_ND: Tensor
+) -> tuple[Offered, Callable[[], Iterator[Entries]]]:
+    """A table that is in memory, or mapped."""
+    many = rows_at_once(weights_ND.shape[1])
 
     def read() -> Iterator[Entries]:
-        for start in range(0, len(ids_N), many):
-            piece = slice(start, start + many)
-            yield Entries(
-                ids=torch.from_numpy(ids_N[piece].astype(np.int64)),
-                weights=torch.from_numpy(np.array(vectors_ND[piece], order="C")),
-            )
+        pieces = (torch.split(one, many) for one in (ids_N, weights_ND))
+        for ids, weights in zip(*pieces, strict=True):
+            yield Entries(ids=ids, weights=weights.detach().contiguous())
 
-    return source_of([(Offered(name=table, dim=vectors_ND.shape[1]), read)])
+    return Offered(name=name, dim=weights_ND.shape[1]), read
 
 
 def open_text(path: Path, table: str) -> ForeignSource:
@@ -95,9 +101,6 @@ def open_text(path: Path, table: str) -> ForeignSource:
 
 
 def _read_lines(path: Path, dim: int, delimiter: str, skipped: int) -> Iterator[Entries]:
-    import pyarrow as pa
-    from pyarrow import csv
-
     names = ["id", *(f"v{index}" for index in range(dim))]
     types = {name: pa.float64() for name in names} | {"id": pa.int64()}
     try:
@@ -152,19 +155,8 @@ def open_embeddings(path: Path, tables: Mapping[str, str | None]) -> ForeignSour
         _check_form(path, f"{table}.weight" if key is None else key, every)
     found = {table: weights[_key_of(path, table, key, weights)] for table, key in tables.items()}
     return source_of(
-        [
-            (Offered(name=name, dim=one.shape[1]), functools.partial(_read_weights, one))
-            for name, one in found.items()
-        ]
+        _offered(name, torch.arange(len(one), device="cpu"), one) for name, one in found.items()
     )
-
-
-def _read_weights(weights: Tensor) -> Iterator[Entries]:
-    many = rows_at_once(weights.shape[1])
-    for start in range(0, len(weights), many):
-        piece = weights[start : start + many].detach().contiguous()
-        ids = torch.arange(start, start + len(piece), device="cpu")
-        yield Entries(ids=ids, weights=piece)
 
 
 def _load(path: Path) -> Any:

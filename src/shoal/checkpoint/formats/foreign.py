@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import secrets
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from shoal.checkpoint.manifest import SCHEMA, Manifest, SavedFile, SavedTable, commit
-from shoal.checkpoint.row_files import Columns, RowLayout, sketch_path, write_whole
+from shoal.checkpoint.row_files import Columns, RowLayout, selected, sketch_path, write_whole
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import CheckpointStore
 from shoal.checkpoint.table_match import saved_table
@@ -67,8 +65,9 @@ class ForeignSource:
     entries: Callable[[frozenset[str]], Iterator[tuple[str, Entries]]]
 
 
-def source_of(tables: Sequence[tuple[Offered, Callable[[], Iterator[Entries]]]]) -> ForeignSource:
+def source_of(tables: Iterable[tuple[Offered, Callable[[], Iterator[Entries]]]]) -> ForeignSource:
     """A source of tables that are each read on their own."""
+    tables = tuple(tables)
 
     def entries(wanted: frozenset[str]) -> Iterator[tuple[str, Entries]]:
         for offered, read in tables:
@@ -114,7 +113,6 @@ def malformed(where: object, got: object, allowed: object, remedy: str) -> DataE
 _RUN_BYTES = 32 << 20
 _PIECES = 256  # of the hash range, for what looks at all hashes
 _LARGEST = (1 << 32) - 1
-_Array = Any  # a NumPy array of records
 
 
 class CollectedRows:
@@ -132,22 +130,17 @@ class CollectedRows:
         self._forms = tuple(forms)
         self._last_seen_s = last_seen_s
         self._run_bytes = _RUN_BYTES if run_bytes is None else run_bytes
-        self._dtypes = [_record(form) for form in self._forms]
-        self._waiting: list[list[_Array]] = [[] for _ in self._forms]
+        # Sort keys and columns of rows: as they came, and in sorted runs, in memory or in files.
+        self._waiting: list[list[Columns]] = [[] for _ in self._forms]
+        self._runs: list[list[Columns]] = [[] for _ in self._forms]
         self._bytes = [0] * len(self._forms)
         self._latest = [1] * len(self._forms)
-        # Of each run its sort keys, and its rows or the file that they are in.
-        self._runs: list[list[tuple[_Array, _Array | Path]]] = [[] for _ in self._forms]
         self._folder = tempfile.TemporaryDirectory(prefix="shoal-import-")
 
     def __enter__(self) -> CollectedRows:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Forget the rows and remove the runs."""
         self._runs = [[] for _ in self._forms]
         self._folder.cleanup()
 
@@ -158,23 +151,28 @@ class CollectedRows:
             DataError: other columns or state than the table has, state missing, or versions that no
             table has.
         """
-        form, dtype = self._forms[table], self._dtypes[table]
+        form, ids = self._forms[table], entries.ids
         self._check(form, entries)
-        rows = np.empty(entries.ids.numel(), dtype=dtype)
-        rows["h"] = sort_key(hash_ids(form.table.hash_name, entries.ids)).numpy()
-        rows["id"] = entries.ids.numpy()
-        defaults = {"version": 1, "last_seen_s": self._last_seen_s, "count": 1}
-        given = (entries.versions, entries.last_seen_s, entries.counts)
-        for (name, default), values in zip(defaults.items(), given, strict=True):
-            rows[name] = default if values is None else values.clamp(0, _LARGEST).numpy()
-        self._latest[table] = max(self._latest[table], int(rows["version"].max(initial=1)))
-        rows["weights"] = _stored(form.table, entries)
-        if form.table.state_width:
-            state = form.initial_state if entries.state is None else entries.state
-            assert state is not None
-            rows["state"] = state.to(REAL_DTYPES[form.table.dtype]).numpy()
+        state = form.initial_state if entries.state is None else entries.state
+        state = torch.empty(0, device="cpu") if state is None else state
+        versions, *others = (
+            torch.full_like(ids, default) if given is None else given.clamp(0, _LARGEST)
+            for given, default in (
+                (entries.versions, 1),
+                (entries.last_seen_s, self._last_seen_s),
+                (entries.counts, 1),
+            )
+        )
+        if len(ids):
+            self._latest[table] = max(self._latest[table], int(versions.max()))
+        rows = (
+            sort_key(hash_ids(form.table.hash_name, ids)),
+            *(ids, versions, *others),
+            _stored(form.table, entries),
+            state.to(REAL_DTYPES[form.table.dtype]).expand(len(ids), form.table.state_width),
+        )
         self._waiting[table].append(rows)
-        self._bytes[table] += rows.nbytes
+        self._bytes[table] += sum(column.nbytes for column in rows)
         if sum(self._bytes) > self._run_bytes:
             self._spill(self._bytes.index(max(self._bytes)))
 
@@ -186,14 +184,13 @@ class CollectedRows:
         """
         for table, waiting in enumerate(self._waiting):
             if waiting:
-                rows = self._sorted(table)
-                self._runs[table].append((rows["h"].copy(), rows))
-        for table, form in enumerate(self._forms):
-            self._check_distinct(table, form)
+                self._runs[table].append(self._sorted(table))
+            if self._runs[table]:
+                self._check_distinct(table)
 
     def rows(self, table: int) -> int:
         """Rows of a table."""
-        return sum(len(keys) for keys, _ in self._runs[table])
+        return sum(len(run[0]) for run in self._runs[table])
 
     def latest(self, table: int) -> int:
         """The largest version of a row, 1 or more."""
@@ -202,59 +199,37 @@ class CollectedRows:
     def histogram(self, table: int, bits: int) -> Tensor:
         """Rows by the top bits of their hash: int64 [2^bits]."""
         counts = torch.zeros(1 << bits, dtype=torch.int64, device="cpu")
-        for keys, _ in self._runs[table]:
-            for piece in torch.split(torch.from_numpy(keys), 1 << 20):
-                counts += histogram(piece, bits)
+        for run in self._runs[table]:
+            for keys in torch.split(run[0], 1 << 20):
+                counts += histogram(keys, bits)
         return counts
 
     def read(self, table: int, start: int, stop: int) -> Columns:
         """Rows with start <= h < stop, ordered by h."""
-        form = self._forms[table].table
-        rows = self._merged(table, start, stop)
-        words = (rows[name].astype(np.int64) for name in ("id", "version", "last_seen_s", "count"))
-        weights = torch.from_numpy(rows["weights"].copy())
-        state = torch.empty(len(rows), 0, dtype=REAL_DTYPES[form.dtype], device="cpu")
-        return (
-            *map(torch.from_numpy, words),
-            weights.view(torch.bfloat16) if form.dtype == "bfloat16" else weights,
-            torch.from_numpy(rows["state"].copy()) if form.state_width else state,
-        )
+        return self._merged(table, start, stop)[1:]
 
-    def _merged(self, table: int, start: int, stop: int) -> _Array:
-        found = [np.empty(0, dtype=self._dtypes[table])]
-        for keys, rows in self._runs[table]:
-            low, high = bounds(torch.from_numpy(keys), start, stop)
-            if low < high:
-                found.append(self._of_run(table, rows, low, high))
-        merged = np.concatenate(found)
-        return merged[np.argsort(merged["h"], kind="stable")] if len(found) > 2 else merged
+    def _merged(self, table: int, start: int, stop: int, wanted: slice = slice(None)) -> Columns:
+        """Sort keys and columns, or those that are wanted, of a range."""
+        parts = [
+            selected(run[wanted], slice(*bounds(run[0], start, stop))) for run in self._runs[table]
+        ]
+        return parts[0] if len(parts) == 1 else _in_order(parts)
 
-    def _of_run(self, table: int, rows: _Array | Path, low: int, high: int) -> _Array:
-        if not isinstance(rows, Path):
-            return rows[low:high]
-        dtype = self._dtypes[table]
-        return np.fromfile(rows, dtype=dtype, count=high - low, offset=low * dtype.itemsize)
-
-    def _sorted(self, table: int) -> _Array:
-        rows = np.concatenate(self._waiting[table])
-        self._waiting[table], self._bytes[table] = [], 0
-        return rows[np.argsort(rows["h"], kind="stable")]
+    def _sorted(self, table: int) -> Columns:
+        waiting, self._waiting[table], self._bytes[table] = self._waiting[table], [], 0
+        return _in_order(waiting)
 
     def _spill(self, table: int) -> None:
-        rows = self._sorted(table)
-        stem = Path(self._folder.name) / f"{table}-{len(self._runs[table])}"
+        path = f"{self._folder.name}/{table}-{len(self._runs[table])}"
         try:
-            rows["h"].tofile(f"{stem}.keys")
-            rows.tofile(f"{stem}.rows")
+            with open(path, "wb") as file:
+                torch.save(self._sorted(table), file)
         except OSError as error:
-            raise CheckpointError(
-                f"rows on their way, in {self._folder.name}",
-                got=error.strerror or error,
-                allowed="room for the weights and state of all rows",
-                remedy="Set TMPDIR to a folder with more room.",
-            ) from error
-        mapped = np.memmap(f"{stem}.keys", dtype=np.int64, mode="c")
-        self._runs[table].append((mapped, Path(f"{stem}.rows")))
+            what, got = f"rows on their way, in {self._folder.name}", error.strerror or error
+            allowed = "room for the weights and state of all rows"
+            remedy = "Set TMPDIR to a folder with more room."
+            raise CheckpointError(what, got, allowed, remedy) from error
+        self._runs[table].append(torch.load(path, weights_only=True, mmap=True))
 
     def _check(self, form: TableForm, entries: Entries) -> None:
         table = form.table
@@ -276,55 +251,36 @@ class CollectedRows:
                 remedy = "Leave the column of versions out: rows begin with version 1."
                 raise malformed(what, f"versions {low}..{high}", f"0..{LAST_VERSION}", remedy)
 
-    def _check_distinct(self, table: int, form: TableForm) -> None:
+    def _check_distinct(self, table: int) -> None:
         twice: list[int] = []
         count, width = 0, HASHES // _PIECES
-        for piece in range(_PIECES):
-            start, stop = piece * width, (piece + 1) * width
-            runs = [
-                keys[slice(*bounds(torch.from_numpy(keys), start, stop))]
-                for keys, _ in self._runs[table]
-            ]
-            ordered = np.sort(np.concatenate(runs)) if runs else np.empty(0, dtype=np.int64)
-            again = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+        for start in range(0, HASHES, width):
+            keys, ids = self._merged(table, start, start + width, slice(2))
+            again = torch.unique_consecutive(ids[1:][keys[1:] == keys[:-1]])
             count += len(again)
-            named = (key + (HASHES >> 1) for key in again[: 5 - len(twice)].tolist())
-            twice.extend(int(self._merged(table, h, h + 1)["id"][0]) for h in named)
+            twice += again[: 5 - len(twice)].tolist()
         if count:
             more = f" and {count - len(twice)} more" if count > len(twice) else ""
-            raise malformed(
-                f"table {form.table.name!r} that come in",
-                f"ids {', '.join(map(str, twice))}{more} more than once",
-                "each id once",
-                "Keep one row for each id.",
-            )
+            what = f"table {self._forms[table].table.name!r} that come in"
+            got = f"ids {', '.join(map(str, twice))}{more} more than once"
+            raise malformed(what, got, "each id once", "Keep one row for each id.")
 
 
-def _record(form: TableForm) -> np.dtype[Any]:
-    weights = {"float32": "f4", "float16": "f2", "bfloat16": "i2", "float64": "f8"}
-    table = form.table
-    fields: list[tuple[Any, ...]] = [("h", "i8"), ("id", "i8"), ("version", "u4")]
-    fields += [("last_seen_s", "u4"), ("count", "u4")]
-    fields += [("weights", weights[table.dtype], (table.dim,))]
-    if table.state_width:
-        real = "f8" if table.dtype == "float64" else "f4"
-        fields += [("state", real, (table.state_width,))]
-    return np.dtype(fields)
+def _in_order(parts: Sequence[Columns]) -> Columns:
+    columns = tuple(map(torch.cat, zip(*parts, strict=True)))
+    return selected(columns, columns[0].argsort())
 
 
-def _stored(table: SavedTable, entries: Entries) -> Any:
-    """Weights in the table's dtype; bfloat16 as the int16 of its bits."""
+def _stored(table: SavedTable, entries: Entries) -> Tensor:
+    """Weights in the table's dtype."""
     stored = entries.weights.to(WEIGHT_DTYPES[table.dtype])
     lost = (entries.weights.isfinite() & ~stored.isfinite()).any(1)
     if lost.any():
         row = int(lost.nonzero()[0])
-        raise malformed(
-            f"table {table.name!r} that come in",
-            f"a weight of {float(entries.weights[row].abs().max()):.4g} at id {entries.ids[row]}",
-            f"numbers that {table.dtype} holds",
-            "Choose a wider dtype.",
-        )
-    return (stored.view(torch.int16) if table.dtype == "bfloat16" else stored).numpy()
+        largest, what = entries.weights[row].abs().max(), f"table {table.name!r} that come in"
+        got = f"a weight of {float(largest):.4g} at id {entries.ids[row]}"
+        raise malformed(what, got, f"numbers that {table.dtype} holds", "Choose a wider dtype.")
+    return stored
 
 
 def receive(
@@ -359,12 +315,8 @@ def receive(
     """
     store = CheckpointStore(url)
     if store.storage.files() or store.storage.folders():
-        raise CheckpointError(
-            "folder of a new checkpoint",
-            got=f"{store.url}, which is not empty",
-            allowed="a new or empty folder",
-            remedy="Choose another one.",
-        )
+        what, got = "folder of a new checkpoint", f"{store.url}, which is not empty"
+        raise CheckpointError(what, got, "a new or empty folder", "Choose another one.")
     store.storage.make()
     order = {name: index for index, name in enumerate(forms)}
     folder = store.folder(store.name(0, "full"))

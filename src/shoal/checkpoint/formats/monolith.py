@@ -5,16 +5,17 @@ from __future__ import annotations
 import io
 import re
 import struct
-import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from shoal.checkpoint.formats.foreign import Entries, ForeignSource, Offered, malformed, need_file
+from shoal.errors import DataError
 
 _MASK_DELTA = 0xA282EAD8
 _POLYNOMIAL = 0x82F63B78  # Castagnoli's, reflected
@@ -55,62 +56,29 @@ def masked_crc32c(records: Sequence[bytes]) -> list[int]:
     return result
 
 
-def frame(record: bytes) -> bytes:
-    """A record with its length and checksums around it."""
-    length = struct.pack("<Q", len(record))
-    crc_length, crc_record = masked_crc32c([length, record])
-    return length + struct.pack("<I", crc_length) + record + struct.pack("<I", crc_record)
-
-
-def compression_of(path: Path) -> str:
-    """What a file of records is compressed with: "", "zlib", "gzip" or "snappy".
-
-    Raises:
-        DataError: it has records in none of these.
-    """
-    with path.open("rb") as file:
-        head = file.read(64)
-    if not head or _is_frame(head):
-        return ""
-    if head[:2] == b"\x1f\x8b":
-        return "gzip"
-    if head[0] & 0x0F == 8 and int.from_bytes(head[:2], "big") % 31 == 0:
-        return "zlib"
-    if _snappy_begins(path):
-        return "snappy"
-    raise malformed(
-        path,
-        "a file that does not begin with a record",
-        "TFRecord: as it is, or with zlib, gzip or Snappy",
-        "Check that this is the dump, and that it was copied whole.",
-    )
-
-
 def read_records(path: Path, *, many: int = 4096) -> Iterator[list[bytes]]:
     """The records of a file, in lists of up to `many`, checksums checked.
 
     Raises:
-        DataError: the file ends inside a record, or a checksum differs.
+        DataError: the file ends inside a record, or a checksum differs; or it is no file of
+            records, as they are or compressed with zlib, gzip or Snappy.
     """
-    compression = compression_of(path)
-    with path.open("rb") as file:
-        pieces = _Pieces(_opened(file, path, compression))
-        stream = cast(BinaryIO, io.BufferedReader(pieces, _PIECE))
-        at = 0
+    at = 0
+    with path.open("rb", buffering=_PIECE) as file:
+        stream = _unpacked(file, path)
         while True:
             records: list[bytes] = []
             checks: list[int] = []
-            while len(records) < many:
-                header = stream.read(_HEADER)
-                if not header:
-                    break
-                record, check = _rest_of_record(stream, header, path, at)
-                at += len(record) + _HEADER + 4
-                records.append(record)
-                checks.append(check)
-            for index, crc in enumerate(masked_crc32c(records)):
-                if crc != checks[index]:
-                    raise _damaged(path, "a record whose checksum differs")
+            try:
+                while len(records) < many and (header := stream.read(_HEADER)):
+                    record, check = _rest_of_record(stream, header, path, at)
+                    at += len(record) + _HEADER + 4
+                    records.append(record)
+                    checks.append(check)
+            except OSError as error:
+                raise _damaged(path, str(error)) from error
+            if masked_crc32c(records) != checks:
+                raise _damaged(path, "a record whose checksum differs")
             if not records:
                 return
             yield records
@@ -134,33 +102,26 @@ def _is_frame(head: bytes) -> bool:
     )
 
 
-def _opened(file: BinaryIO, path: Path, compression: str) -> Iterator[bytes]:
-    if compression == "snappy":
-        yield from _snappy(file, path)
-    elif compression:
-        yield from _deflated(file, path)
-    else:
-        while piece := file.read(_PIECE):
-            yield piece
-
-
-def _deflated(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    inflate = zlib.decompressobj(wbits=47)  # zlib or gzip, as the header says
-    try:
-        while piece := file.read(_PIECE):
-            while piece:
-                yield inflate.decompress(piece, _PIECE)
-                piece = inflate.unconsumed_tail
-        yield inflate.flush()
-    except zlib.error as error:
-        raise _damaged(path, str(error)) from error
-    if not inflate.eof:
-        raise _damaged(path, "the end of the file inside what is compressed")
+def _unpacked(file: BinaryIO, path: Path) -> BinaryIO:
+    """The records as they were before they were compressed."""
+    head = file.read(64)
+    file.seek(0)
+    if not head or _is_frame(head):
+        return file
+    zlib = head[0] & 0x0F == 8 and int.from_bytes(head[:2], "big") % 31 == 0
+    if zlib or head[:2] == b"\x1f\x8b":
+        packed = pa.CompressedInputStream(file, "gzip")  # zlib, too
+        return cast(BinaryIO, io.BufferedReader(packed, _PIECE))
+    with suppress(DataError):
+        if _is_frame(next(_snappy(file, path), b"")):
+            file.seek(0)
+            return cast(BinaryIO, io.BufferedReader(_Pieces(_snappy(file, path)), _PIECE))
+    allowed = "TFRecord: as it is, or with zlib, gzip or Snappy"
+    remedy = "Check that this is the dump, and that it was copied whole."
+    raise malformed(path, "a file that does not begin with a record", allowed, remedy)
 
 
 def _snappy(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    import pyarrow as pa
-
     codec = pa.Codec("snappy")
     while head := file.read(4):
         length = int.from_bytes(head, "big")
@@ -174,16 +135,6 @@ def _snappy(file: BinaryIO, path: Path) -> Iterator[bytes]:
             yield codec.decompress(block, decompressed_size=size, asbytes=True)
         except (OSError, pa.ArrowException) as error:
             raise _damaged(path, " ".join(str(error).split())) from error
-
-
-def _snappy_begins(path: Path) -> bool:
-    from shoal.errors import DataError
-
-    with path.open("rb") as file:
-        try:
-            return _is_frame(next(_snappy(file, path), b""))
-        except DataError:
-            return False
 
 
 def _snappy_size(block: bytes) -> int | None:
@@ -230,13 +181,6 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
 _ALLOWED = "a dump's base name, one of its files, or the folder of one dump"
 
 
-@dataclass(frozen=True, slots=True)
-class _DumpedRow:
-    id: int
-    weights: bytes
-    last_seen_s: int
-
-
 def open_monolith(path: Path, table: str | None) -> ForeignSource:
     """Open a dump.
 
@@ -255,12 +199,8 @@ def open_monolith(path: Path, table: str | None) -> ForeignSource:
             need_file(meta, "one for each file of the dump")
         orders = [tuple(_order(meta)) for meta in metas]
     elif table is None:
-        raise malformed(
-            path,
-            "a dump of one table, which has no name in it",
-            "one table to be named",
-            "Name the table: --table NAME.",
-        )
+        got = "a dump of one table, which has no name in it"
+        raise malformed(path, got, "one table to be named", "Name the table: --table NAME.")
     else:
         orders = [((table, -1),)] * len(files)  # without a count, to the end of the file
     parts = list(zip(files, orders, strict=True))
@@ -277,41 +217,37 @@ def open_monolith(path: Path, table: str | None) -> ForeignSource:
     )
 
 
-def parse_entry(record: bytes) -> _DumpedRow:
-    """An `EntryDump`: id, weights as little-endian float32, seconds of the last update.
-
-    Raises:
-        ValueError: not such a message.
-    """
+def _parsed(file: Path, record: bytes) -> tuple[int, bytes, int]:
+    """An `EntryDump`: id, weights as little-endian float32, seconds of the last update."""
     entry_id, last_seen_s = None, 0
     weights: list[bytes] = []
-    for field, wire, value in _fields(record):
-        if field == _ID and wire == _FIXED64:
-            assert isinstance(value, bytes)
-            entry_id = int.from_bytes(value, "little", signed=True)
-        elif field == _NUM and wire in (_FIXED32, _BYTES):
-            assert isinstance(value, bytes)
-            weights.append(value)
-        elif field == _LAST_SEEN and wire == _VARINT:
-            assert isinstance(value, int)
-            last_seen_s = value
-    packed = b"".join(weights)
-    if entry_id is None or len(packed) % 4:
-        raise ValueError("no id" if entry_id is None else "weights that are not of 4 bytes")
-    return _DumpedRow(entry_id, packed, last_seen_s)
+    try:
+        for field, wire, value in _fields(record):
+            if field == _ID and wire == _FIXED64:
+                entry_id = int.from_bytes(value, "little", signed=True)
+            elif field == _NUM and wire in (_FIXED32, _BYTES):
+                weights.append(value)
+            elif field == _LAST_SEEN and wire == _VARINT:
+                last_seen_s = value
+        packed = b"".join(weights)
+        if entry_id is None or len(packed) % 4:
+            raise ValueError("no id" if entry_id is None else "weights that are not of 4 bytes")
+    except (ValueError, IndexError) as error:
+        allowed = "EntryDump messages"
+        raise malformed(file, f"a record with {error}", allowed, "Check the file.") from error
+    return entry_id, packed, last_seen_s
 
 
 def _dims(parts: Sequence[tuple[Path, Sequence[tuple[str, int]]]]) -> dict[str, int]:
     """Columns of each table, by its first record; 0: none in the dump."""
-    dims: dict[str, int] = {}
+    dims = {name: 0 for _, order in parts for name, _ in order}
     for file, order in parts:
-        for name, _ in order:
-            dims.setdefault(name, 0)
-        if all(dims[name] for name, count in order if count):
-            continue
-        for name, records in _in_order(file, order):
-            dims[name] = dims[name] or len(_parsed(file, records[0]).weights) // 4
-            if all(dims[name] for name, count in order if count):
+        missing = {name for name, count in order if count and not dims[name]}
+        for name, records in _in_order(file, order) if missing else ():
+            if name in missing:
+                dims[name] = len(_parsed(file, records[0])[1]) // 4
+                missing.remove(name)
+            if not missing:
                 break
     return dims
 
@@ -341,28 +277,17 @@ _AGAIN = "Copy the dump again, its meta files with it."
 
 
 def _entries_of(file: Path, name: str, records: Sequence[bytes]) -> Entries:
-    parsed = [_parsed(file, record) for record in records]
-    widths = {len(entry.weights) for entry in parsed}
+    ids, packed, seen_s = zip(*(_parsed(file, record) for record in records), strict=True)
+    widths = {len(one) for one in packed}
     if len(widths) > 1:
         got = f"vectors of {' and '.join(str(width // 4) for width in sorted(widths)[:2])} columns"
         raise malformed(f"table {name!r} in {file}", got, "one length", "Dump one table a name.")
-    joined = b"".join(entry.weights for entry in parsed)
-    weights = np.frombuffer(joined, dtype="<f4").reshape(len(parsed), -1).copy()
+    weights = np.frombuffer(b"".join(packed), dtype="<f4").reshape(len(ids), -1).copy()
     return Entries(
-        ids=torch.tensor([entry.id for entry in parsed], dtype=torch.int64, device="cpu"),
+        ids=torch.tensor(ids, dtype=torch.int64, device="cpu"),
         weights=torch.from_numpy(weights),
-        last_seen_s=torch.tensor(
-            [entry.last_seen_s for entry in parsed], dtype=torch.int64, device="cpu"
-        ),
+        last_seen_s=torch.tensor(seen_s, dtype=torch.int64, device="cpu"),
     )
-
-
-def _parsed(file: Path, record: bytes) -> _DumpedRow:
-    try:
-        return parse_entry(record)
-    except (ValueError, IndexError, struct.error) as error:
-        allowed = "EntryDump messages"
-        raise malformed(file, f"a record with {error}", allowed, "Check the file.") from error
 
 
 def _order(meta: Path) -> Iterator[tuple[str, int]]:
@@ -371,9 +296,9 @@ def _order(meta: Path) -> Iterator[tuple[str, int]]:
             name, count = "", 0
             try:
                 for field, wire, value in _fields(record):
-                    if field == _NAME and wire == _BYTES and isinstance(value, bytes):
+                    if field == _NAME and wire == _BYTES:
                         name = value.decode("utf-8")
-                    elif field == _COUNT and wire == _VARINT and isinstance(value, int):
+                    elif field == _COUNT and wire == _VARINT:
                         count = value
             except (ValueError, IndexError) as error:
                 allowed = "MultiHashTableMetadata messages"
@@ -382,7 +307,7 @@ def _order(meta: Path) -> Iterator[tuple[str, int]]:
             yield name, count
 
 
-def _fields(record: bytes) -> Iterator[tuple[int, int, bytes | int]]:
+def _fields(record: bytes) -> Iterator[tuple[int, int, Any]]:
     """Fields of a message: number, wire type, and the number or bytes it has."""
     at, end = 0, len(record)
     while at < end:
@@ -425,13 +350,14 @@ def _files_of(path: Path) -> tuple[str, list[Path]]:
     folder = path if path.is_dir() else path.parent
     named = _SHARD.match(path.name)
     base = None if path.is_dir() else named["base"] if named else path.name
-    found: dict[str, dict[int, Path]] = {}
-    shards: dict[str, set[int]] = {}
-    for file in sorted(folder.glob("*-?????-of-?????")):
-        match = _SHARD.match(file.name)
-        if match and not match["base"].endswith(_META) and base in (None, match["base"]):
-            found.setdefault(match["base"], {})[int(match["shard"])] = file
-            shards.setdefault(match["base"], set()).add(int(match["shards"]))
+    matches = [
+        (match, file)
+        for file in sorted(folder.glob("*-?????-of-?????"))
+        if (match := _SHARD.match(file.name))
+        and not match["base"].endswith(_META)
+        and base in (None, match["base"])
+    ]
+    found = {match["base"] for match, _ in matches}
     if not found:
         if path.is_file():
             return path.name, [path]  # one plain file of records
@@ -439,9 +365,10 @@ def _files_of(path: Path) -> tuple[str, list[Path]]:
     if len(found) > 1:
         names = ", ".join(sorted(found)[:5])
         raise malformed(path, f"dumps {names}", "one dump", "Name one of them.")
-    ((base, files),) = found.items()
-    count = max(shards[base])
-    if len(shards[base]) > 1 or sorted(files) != list(range(count)):
-        got = f"files {sorted(files)} of {' or '.join(map(str, sorted(shards[base])))}"
+    files = {int(match["shard"]): file for match, file in matches}
+    shards = {int(match["shards"]) for match, _ in matches}
+    count = max(shards)
+    if len(shards) > 1 or sorted(files) != list(range(count)):
+        got = f"files {sorted(files)} of {' or '.join(map(str, sorted(shards)))}"
         raise malformed(path, got, "all files of one dump", "Copy those that are missing.")
-    return base, [files[shard] for shard in range(count)]
+    return found.pop(), [files[shard] for shard in range(count)]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
+from pyarrow import compute
+from pyarrow import parquet as pq
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from shoal.checkpoint.formats.dumps import rows_at_once
@@ -22,11 +26,12 @@ from shoal.checkpoint.formats.foreign import (
     need_file,
     source_of,
 )
-from shoal.checkpoint.manifest import SavedSegment, SavedTable
+from shoal.checkpoint.manifest import SavedTable
 from shoal.checkpoint.row_files import Columns, selected
 from shoal.errors import unknown_name
 
 _NOTE, _SEED, _PLACE = b"shoal.table", b"shoal.seed", b"shoal.place"
+_SAVED = TypeAdapter(SavedTable)
 _FILE_BYTES = 256 << 20
 _VECTORS = ("weights", "weight", "vector", "embedding")
 _IDS = ("id", "ids", "fid")
@@ -53,34 +58,23 @@ def write_parquet(
     Returns:
         rows written.
     """
-    import pyarrow as pa
-    from pyarrow import parquet as pq
-
     folder.mkdir(parents=True)
     schema = _schema(table, weights_only, {_SEED: str(seed), _PLACE: str(place)})
     per_group = rows_at_once(table.dim + table.state_width)
     per_file = max(1, _FILE_BYTES // (4 * (table.dim + table.state_width) + 20))
-    rows = files = 0
-    writer: Any = None
-    try:
-        for chunk in chunks:
-            for start in range(0, len(chunk[0]), per_group):
-                if writer is None:
-                    file = folder / f"rows-{files:05d}.parquet"
-                    writer, files, left = pq.ParquetWriter(file, schema), files + 1, per_file
-                piece = slice(start, start + per_group)
-                arrays = _arrays(selected(chunk, piece), schema.names)
-                batch = pa.record_batch(arrays, schema=schema)
+    batches = (
+        pa.record_batch(_arrays(selected(chunk, slice(at, at + per_group)), schema), schema=schema)
+        for chunk in chunks
+        for at in range(0, len(chunk[0]), per_group)
+    )
+    batch, rows, files = next(batches, None), 0, 0
+    while batch is not None or not files:  # without rows a file all the same, for what it says
+        with pq.ParquetWriter(folder / f"rows-{files:05d}.parquet", schema) as writer:
+            left, files = per_file, files + 1
+            while batch is not None and left > 0:
                 writer.write_batch(batch)
                 rows, left = rows + batch.num_rows, left - batch.num_rows
-                if left <= 0:
-                    writer.close()
-                    writer = None
-        if not files:  # a table without rows has a file all the same, for what it says
-            writer = pq.ParquetWriter(folder / "rows-00000.parquet", schema)
-    finally:
-        if writer is not None:
-            writer.close()
+                batch = next(batches, None)
     return rows
 
 
@@ -161,8 +155,6 @@ class _TableFiles:
         raise malformed(self._path, "no rows", "one row or more", "Nothing says its columns.")
 
     def _batches(self, file: Path, many: int) -> Iterator[Any]:
-        import pyarrow as pa
-
         wanted = [self._id, self._vector, *self._extra]
         opened = _parquet(file)
         names = opened.schema_arrow.names
@@ -176,8 +168,6 @@ class _TableFiles:
 
 
 def _schema(table: SavedTable, weights_only: bool, notes: Mapping[bytes, str]) -> Any:
-    import pyarrow as pa
-
     real = pa.float64() if table.dtype == "float64" else pa.float32()
     fields = [pa.field("id", pa.int64(), nullable=False), pa.field("weights", pa.list_(real))]
     if not weights_only:
@@ -186,19 +176,15 @@ def _schema(table: SavedTable, weights_only: bool, notes: Mapping[bytes, str]) -
     return pa.schema(fields, metadata={_NOTE: json.dumps(asdict(table)), **notes})
 
 
-def _arrays(columns: Columns, names: Sequence[str]) -> list[Any]:
-    import pyarrow as pa
-
+def _arrays(columns: Columns, schema: Any) -> list[Any]:
     ids, versions, last_seen_s, counts, weights, state = columns
     words = dict(zip(_METADATA, (versions, last_seen_s, counts), strict=True))
     every = {"id": pa.array(ids.numpy()), "weights": _lists(weights)}
     every |= {name: pa.array(one.numpy().astype(np.uint32)) for name, one in words.items()}
-    return [every[name] if name in every else _lists(state) for name in names]
+    return [every[name] if name in every else _lists(state) for name in schema.names]
 
 
 def _lists(matrix: Tensor) -> Any:
-    import pyarrow as pa
-
     rows, width = matrix.shape
     wide = matrix if matrix.dtype == torch.float64 else matrix.float()
     offsets = np.arange(0, rows * width + 1, width, dtype=np.int32)
@@ -207,9 +193,6 @@ def _lists(matrix: Tensor) -> Any:
 
 def _matrix(file: Path, column: str, batch: Any, ids: Tensor, width: int | None) -> Tensor:
     """A column of lists as [N, width]; `width` None takes the first row's."""
-    import pyarrow as pa
-    from pyarrow import compute
-
     values = batch.column(column)
     inner = getattr(values.type, "value_type", None)
     if inner is None or not pa.types.is_floating(inner):
@@ -230,8 +213,6 @@ def _matrix(file: Path, column: str, batch: Any, ids: Tensor, width: int | None)
 
 
 def _ids_of(file: Path, column: str, values: Any) -> Tensor:
-    import pyarrow as pa
-
     if not pa.types.is_integer(values.type) or values.null_count:
         got = "nulls" if values.null_count else values.type
         raise _of_type(file, column, got, "integers, none missing")
@@ -255,12 +236,9 @@ def _column(
     found = next((name for name in usual if name in names), None)
     if found is None:
         option = "--id-column" if what == "ids" else "--vector-column"
-        raise malformed(
-            file,
-            f"columns {', '.join(names) or 'none'}",
-            f"a column of {what} named {' or '.join(usual)}",
-            f"Name the column with {option}.",
-        )
+        got = f"columns {', '.join(names) or 'none'}"
+        allowed = f"a column of {what} named {' or '.join(usual)}"
+        raise malformed(file, got, allowed, f"Name the column with {option}.")
     return found
 
 
@@ -269,11 +247,9 @@ def _saved_in(file: Path, schema: Any) -> tuple[SavedTable | None, int | None, i
     if _NOTE not in notes:
         return None, None, 0
     try:
-        raw: Mapping[str, Any] = json.loads(notes[_NOTE])
-        segments = tuple(SavedSegment(**segment) for segment in raw["segments"])
-        saved = SavedTable(**{**raw, "segments": segments})
+        saved = _SAVED.validate_json(notes[_NOTE])
         return saved, int(notes.get(_SEED, b"0")), int(notes.get(_PLACE, b"0"))
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise _unreadable(file, error) from error
 
 
@@ -282,9 +258,6 @@ def _files_in(path: Path) -> list[Path]:
 
 
 def _parquet(file: Path) -> Any:
-    import pyarrow as pa
-    from pyarrow import parquet as pq
-
     try:
         return pq.ParquetFile(file)
     except (pa.ArrowException, OSError) as error:
