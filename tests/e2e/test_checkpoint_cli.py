@@ -22,7 +22,7 @@ from shoal.checkpoint.formats import parquet
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.row_files import RowLayout
 from shoal.checkpoint.storage import Storage
-from shoal.cli import app
+from shoal.cli import app, ckpt_rows
 from shoal.table.facade import Table
 from shoal.table.hosting import HostedTables
 from shoal.table.spec import Segment, TableSpec
@@ -397,7 +397,7 @@ def test_export_leaves_other_folders_alone(tmp_path: Path, monkeypatch: pytest.M
     def full_disk(*_: object, **__: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("shoal.cli.ckpt_rows.write_parquet", full_disk)
+    monkeypatch.setitem(ckpt_rows._EXPORTS, "parquet", full_disk)
     assert "No space left" in refused("export", tmp_path / "a", "--out", tmp_path / "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "out"]
 

@@ -60,7 +60,7 @@ def import_rows(request: ImportRequest, *, out: Console) -> None:
         CheckpointError: the new checkpoint cannot be written where it should.
     """
     _check(request)
-    source = _FORMATS[request.form](request)
+    source = _IMPORTS[request.form](request)
     offered = {table.name: table for table in source.tables}
     config = None if request.config is None else settings.load(request.config)
     names = _chosen(request, offered)
@@ -105,8 +105,8 @@ def _check_apart(forms: Mapping[str, TableForm]) -> None:
 
 
 def _check(request: ImportRequest) -> None:
-    if request.form not in _FORMATS:
-        raise unknown_name("format to import", request.form, _FORMATS)
+    if request.form not in _IMPORTS:
+        raise unknown_name("format to import", request.form, _IMPORTS)
     if request.config is not None and (request.optimizer or request.dtype):
         what, got = "what the rows become", "--config with --optimizer or --dtype"
         raise ConfigError(what, got, "one of the two", "The config says optimizers and dtype.")
@@ -149,7 +149,8 @@ def _one_table(request: ImportRequest) -> str:
     raise ConfigError(what, len(request.tables), "one", "Name the table that the rows become.")
 
 
-_FORMATS: Mapping[str, Callable[[ImportRequest], ForeignSource]] = {
+_EXPORTS = {"parquet": write_parquet}
+_IMPORTS: Mapping[str, Callable[[ImportRequest], ForeignSource]] = {
     "parquet": _open_parquet,
     "monolith": lambda request: open_monolith(request.source, _one_named(request)),
     "embedding": _open_embeddings,
@@ -238,8 +239,8 @@ def export(
         UnknownName: no such format or table.
         CheckpointError: no checkpoint, it is damaged, or `out` is not empty or not writable.
     """
-    if form != "parquet":
-        raise unknown_name("format to export", form, ["parquet"])
+    if form not in _EXPORTS:
+        raise unknown_name("format to export", form, _EXPORTS)
     chain, what = Chain(*find(path)), "folder to export to"
     indices = chosen(chain.tables, tables)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -256,7 +257,7 @@ def export(
                 whole = replace(chain.tables[index], rows=0, deleted=0)
                 folder = f"{quote(whole.collection, safe='')}.{quote(whole.name, safe='')}"
                 rows = chain.chunks(index)
-                count = write_parquet(
+                count = _EXPORTS[form](
                     partial / folder, whole, rows, seed=seed, place=index, weights_only=weights_only
                 )
                 print_line(log, f"table {whole.key}: {count:,} rows in {out / folder}")
