@@ -184,7 +184,7 @@ def _latency(dim: int, calls: int) -> dict[str, Measured]:
             took = []
             for turn in range(calls):
                 began = time.perf_counter()
-                exchange.dispatch(requests[turn % BATCHES], insert=True, ctx=_context())
+                exchange.probe(exchange.send(requests[turn % BATCHES], insert=True, ctx=_context()))
                 took.append(time.perf_counter() - began)
             return took
 
@@ -229,7 +229,7 @@ def _worker(addresses: list[str], dim: int, count: int) -> tuple[Any, list[Any]]
     batches = [KeyedRagged.from_lengths(("t",), ids, once) for ids in _ids(count)]
     requests = [collection._requests.of(batch) for batch in batches]
     for request in requests:
-        exchange.dispatch(request, insert=True, ctx=_context())
+        exchange.probe(exchange.send(request, insert=True, ctx=_context()))
     return exchange, requests
 
 
@@ -243,11 +243,13 @@ def _ours(addresses: list[str], dim: int) -> dict[str, Callable[[int], object]]:
     splits, tables = torch.tensor([0, IDS]), torch.tensor([0], dtype=torch.int32)
     groups = [IdGroups(ids, splits, tables) for ids in _ids(IDS)]
     grads = (torch.ones(IDS, dim),)
-    routes = [exchange.dispatch(request, insert=True, ctx=ctx) for request in requests]
+    routes = [exchange.probe(exchange.send(request, insert=True, ctx=ctx)) for request in requests]
     records = [exchange.back(route, grads).wait() for route in routes]
     return {
         "find": lambda index: rows.find(groups[index]),
-        "lookup": lambda index: exchange.dispatch(requests[index], insert=True, ctx=ctx),
+        "lookup": lambda index: exchange.probe(
+            exchange.send(requests[index], insert=True, ctx=ctx)
+        ),
         "update": lambda index: rows.apply(records[index], ctx=ctx),
     }
 

@@ -60,7 +60,7 @@ def exchange_rows(*, mib: int, dim: int, repeats: int, device: str) -> dict[str,
     plan = compile_layouts({"t": spec}, (Feature("f", "t"),), _whole("f")).plan
     ctx = StepContext()
     request = Request(batch, batch, torch.zeros(1, dtype=torch.int32), plan)
-    route = exchange.dispatch(request, insert=True, ctx=ctx)
+    route = exchange.probe(exchange.send(request, insert=True, ctx=ctx))
     assert route.transfer is not None
     (layout,) = route.transfer.plan.buffers
     sent, received = route.transfer.sizes_of(layout)

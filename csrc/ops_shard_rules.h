@@ -1,5 +1,5 @@
 #pragma once
-// Which shard an id goes to: the rules of src/shoal/placement/ownership.py, by number.
+// Which shard an id goes to: the rules of src/shoal/placement.py, by number.
 #include <cstdint>
 
 #include "hash.h"

@@ -385,8 +385,10 @@ def plan_of(poolings: Sequence[tuple[Pooling, int]], inputs: Sequence[Joined]) -
     slices: list[list[Slice]] = [[] for _ in poolings]
     outputs = []
     for output, made in enumerate(inputs):
-        # A plan writes feature by feature, so the first feature in that order starts the sum.
-        places = sorted(made.places, key=_feature_of) if made.added else made.places
+        places = made.places
+        if made.added:
+            # A plan writes feature by feature, so the first feature in that order starts the sum.
+            places = tuple(sorted(places, key=lambda place: place[0].feature))
         for i, (part, column, step) in enumerate(places):
             add = made.added and i > 0
             own = Slice(part.start, part.stop, output, column, add, step if part.length else 0)
@@ -398,7 +400,3 @@ def plan_of(poolings: Sequence[tuple[Pooling, int]], inputs: Sequence[Joined]) -
         for (pooling, length), own in zip(poolings, slices, strict=True)
     ]
     return PoolPlan(tuple(pools), tuple(outputs))
-
-
-def _feature_of(place: tuple[Columns, int, int]) -> int:
-    return place[0].feature

@@ -70,7 +70,7 @@ def full_owner(timeout_s: float) -> tuple[str, str, float]:
         ctx = StepContext(global_step=7)
         started = time.monotonic()
         try:
-            exchange.combine(exchange.dispatch(request, insert=True, ctx=ctx), ctx=ctx)
+            exchange.combine(exchange.probe(exchange.send(request, insert=True, ctx=ctx)), ctx=ctx)
         except ShoalError as error:
             took_s = time.monotonic() - started
             text = str(error)
@@ -90,7 +90,7 @@ def full_everywhere() -> tuple[str, list[float]]:
         exchange, request = one_table(collectives, placement, spec)
         name = "nothing"
         try:
-            exchange.dispatch(request, insert=True, ctx=StepContext())
+            exchange.probe(exchange.send(request, insert=True, ctx=StepContext()))
         except ShoalError as error:
             name = type(error).__name__
         return name, exchange.read(request)[0].flatten().tolist()
@@ -101,7 +101,7 @@ def went_on(exchange: AllToAllExchange, request: Request) -> str:
     ctx = StepContext(global_step=8)
     said = []
     for act in (
-        lambda: exchange.dispatch(request, insert=True, ctx=ctx),
+        lambda: exchange.probe(exchange.send(request, insert=True, ctx=ctx)),
         lambda: exchange.read(request),
         lambda: RowsOverRanks(exchange),
     ):
@@ -122,7 +122,7 @@ def wrong_time() -> tuple[str, int]:
             exchange.send(request, insert=True, ctx=StepContext(event_time_s=-1))
         except ShoalError as error:
             name = type(error).__name__
-        exchange.dispatch(request, insert=True, ctx=StepContext())
+        exchange.probe(exchange.send(request, insert=True, ctx=StepContext()))
         sizes = collectives.gather_objects(exchange.shard.size(0), what="sizes")
     return name, sum(sizes)
 
@@ -147,7 +147,7 @@ def monolith_numbers() -> tuple[Values, Values]:
         batch = KeyedRagged.from_lists({"1": [[1], [1]], "2": [[2], []]})
         request = Request(batch, batch, torch.tensor([0, 1], dtype=torch.int32), plan)
         ctx = StepContext()
-        route = exchange.dispatch(request, insert=True, ctx=ctx)
+        route = exchange.probe(exchange.send(request, insert=True, ctx=ctx))
         before = exchange.combine(route, ctx=ctx)
         grads = (torch.tensor([[0.5], [0.5]]), torch.tensor([[0.5, 1.0], [0.0, 0.0]]))
         shard.apply(exchange.back(route, grads).wait(), ctx=ctx)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.embedding.layouts import Feature, Layout, compile_layouts
-from shoal.exchange.pooling import ReceivedRows
-from shoal.exchange.pooling_plan import HostedColumns
+from shoal.exchange.pooling import HostedColumns, ReceivedRows
 from shoal.lookup import PoolPlan
 from shoal.ragged import KeyedRagged
 from shoal.rules.initializers import Zeros

@@ -59,7 +59,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Monolith's names, from `shoal.compat.monolith`, a room above this one."""
+    """Monolith's names, from `shoal.compat.monolith.sync_training`, a room above this one."""
     if name in __all__:
-        return getattr(import_module("shoal.compat.monolith"), name)
+        return getattr(import_module("shoal.compat.monolith.sync_training"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,13 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.mismatched_calls import ALIKE, Calls
-from shoal.errors import (
-    CollectiveFailed,
-    DTypeError,
-    InputError,
-    ShapeError,
-    collective_failed,
-)
+from shoal.errors import CollectiveFailed, DTypeError, InputError, ShapeError, collective_failed
 
 T = TypeVar("T")
 ReduceOp = Literal["sum", "max", "min"]
@@ -89,7 +83,7 @@ class Arriving(Generic[T]):
         return cast(T, self._got)
 
 
-def after(wait: Callable[[], None], get: Callable[[], T]) -> Arriving[T]:
+def after(wait: Callable[[], object], get: Callable[[], T]) -> Arriving[T]:
     """What `get` gives once `wait` has returned."""
 
     def both() -> T:
@@ -266,8 +260,13 @@ class Collectives(ABC):
     def _all_to_all(self, parts: Sequence[Part], results: tuple[Tensor, ...], what: str) -> Pending:
         """Begin to move rows of contiguous parts into the results."""
 
-    @abstractmethod
-    def _exchange_sizes(self, sizes_WX: Tensor, what: str) -> PendingSizes: ...
+    def _exchange_sizes(self, sizes_WX: Tensor, what: str) -> PendingSizes:
+        """Begin to exchange sizes: on the CPU, a row of them for each rank."""
+        ones = (1,) * self.world_size
+        sent_WX = sizes_WX.clone(memory_format=torch.contiguous_format)
+        received_WX = torch.empty_like(sent_WX)
+        pending = self._all_to_all([Part(sent_WX, ones, ones)], (received_WX,), what)
+        return after(pending.wait, lambda: Sizes(sent_WX, received_WX))
 
     @abstractmethod
     def _all_reduce(self, values: Tensor, op: ReduceOp, what: str) -> Pending:

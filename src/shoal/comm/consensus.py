@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -48,7 +48,8 @@ def together(
         raise
     except Exception as error:  # noqa: BLE001 - every rank hears of it, whatever it is
         failure = error
-    text = None if failure is None else " ".join(f"{_name(failure)}{failure}".split())
+    kind = "" if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: "
+    text = None if failure is None else " ".join(f"{kind}{failure}".split())
     found = collectives.gather_objects((text, value), what=what)
     if isinstance(failure, ShoalError | MemoryError):
         raise failure
@@ -61,10 +62,6 @@ def together(
             remedy=remedy,
         ) from failure
     return [one for _, one in found]
-
-
-def _name(error: Exception) -> str:
-    return "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
 
 
 def as_first_rank(control: Collectives, find: Callable[[], T], *, what: str) -> T:
@@ -158,18 +155,6 @@ _CALL, _TIME, _BAD, _SETS = range(4)
 _WORDS = 4
 
 
-class Agreed(NamedTuple):
-    """What ranks sent each other before a call.
-
-    sizes: as exchanged. time_s: latest of any rank. sets: sets of values that ranks with ids send,
-    -1 if no rank has any.
-    """
-
-    sizes: Sizes
-    time_s: int
-    sets: int
-
-
 def agree(
     collectives: Collectives,
     calls: tuple[str, ...],
@@ -179,13 +164,17 @@ def agree(
     time_s: int,
     sets: int,
     wrong: ShoalError | None,
-) -> Agreed:
+) -> tuple[Sizes, int, int]:
     """Exchange sizes, and raise on every rank alike unless all came with the same good call.
 
     Args:
         calls: all names.
         sets: sets of values this rank sends, or -1 if it has no ids.
         wrong: what is wrong with this rank's input; it is raised once the others know.
+
+    Returns:
+        the sizes as exchanged, the latest time of any rank, and the sets of values that ranks with
+        ids send, -1 if no rank has any.
 
     Raises:
         InputError: another rank's input is wrong, or it made another call.
@@ -213,7 +202,7 @@ def agree(
         got, allowed = "seen_weights on some ranks", "on all ranks or none"
     else:
         sizes = Sizes(found.sent_WX[:, _WORDS:], heads_WX[:, _WORDS:])
-        return Agreed(sizes, int(heads_WX[:, _TIME].max()), int(heads_WX[:, _SETS].max()))
+        return sizes, int(heads_WX[:, _TIME].max()), int(heads_WX[:, _SETS].max())
     remedy = "Nothing was changed; see the other ranks' errors."
     raise InputError(f"{call} over ranks", got=got, allowed=allowed, remedy=remedy)
 
@@ -250,17 +239,12 @@ def latest_time(words: Sequence[int], rank: int, tables: str) -> int:
     """
     own = words[rank] >> _TIME_BITS
     if any(word >> _TIME_BITS != own for word in words):
-        raise _unlike([word >> _TIME_BITS for word in words], tables)
+        found, rest = "", [word >> _TIME_BITS for word in words]
+        for what, bits, text in _SAID:
+            values = [word & ((1 << bits) - 1) for word in rest]
+            rest = [word >> bits for word in rest]
+            if len(set(values)) > 1:
+                found = f"{what} by rank: {', '.join(map(text, values))}"
+        what = f"lookup in tables {tables} over ranks"
+        raise CollectiveFailed(what, got=found, allowed="the same", remedy=ALIKE)
     return max(word & ((1 << _TIME_BITS) - 1) for word in words)
-
-
-def _unlike(words: Sequence[int], tables: str) -> CollectiveFailed:
-    found = ""
-    for what, bits, text in _SAID:
-        values = [word & ((1 << bits) - 1) for word in words]
-        words = [word >> bits for word in words]
-        if len(set(values)) > 1:
-            found = f"{what} by rank: {', '.join(map(text, values))}"
-    return CollectiveFailed(
-        f"lookup in tables {tables} over ranks", got=found, allowed="the same", remedy=ALIKE
-    )

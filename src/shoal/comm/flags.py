@@ -16,6 +16,10 @@ from shoal.errors import DeviceUnavailable
 
 _log = logging.getLogger("shoal.comm")
 
+Backend = Literal["torch", "horovod"]
+"""What carries the collectives: torch.distributed or Horovod."""
+Load = Callable[[str], Any]
+
 
 class Flag(NamedTuple):
     """One variable.
@@ -36,69 +40,40 @@ class Flag(NamedTuple):
 _WAY = "accepted and ignored: tensors travel directly between their devices"
 
 
-def _flag(*flag: Any) -> Any:
-    return field(default=flag[1], metadata={"flag": Flag(*flag)})
+def _flag(*flag: Any, prefix: str = "MONOLITH_WITH_") -> Any:
+    return field(default=flag[0], metadata={"prefix": prefix, "flag": flag})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendFlags:
-    """Values of the variables, each with its default."""
+    """Values of the variables, each with its default: `byteps` is MONOLITH_WITH_BYTEPS."""
 
-    horovod: int = _flag("MONOLITH_WITH_HOROVOD", 0, SWITCH, "Horovod if it can be imported")
+    horovod: int = _flag(0, SWITCH, "Horovod if it can be imported")
     optimized_horovod: int = _flag(
-        "MONOLITH_WITH_OPTIMIZED_HOROVOD",
         0,
         SWITCH,
         "as MONOLITH_WITH_HOROVOD; gradients stay as they are, Monolith sends them as float16",
     )
-    horovod_fid_g2g: int = _flag("MONOLITH_WITH_HOROVOD_FID_G2G", 1, SWITCH, _WAY)
-    horovod_fwd_g2g: int = _flag("MONOLITH_WITH_HOROVOD_FWD_G2G", 1, SWITCH, _WAY)
-    horovod_bwd_g2g: int = _flag("MONOLITH_WITH_HOROVOD_BWD_G2G", 1, SWITCH, _WAY)
-    byteps: int = _flag("MONOLITH_WITH_BYTEPS", 0, SWITCH, "torch.distributed instead of BytePS")
-    byteps_fid: int = _flag(
-        "MONOLITH_WITH_BYTEPS_FID", 1, SWITCH, "accepted; ids have one transport"
-    )
-    byteps_fwd: int = _flag(
-        "MONOLITH_WITH_BYTEPS_FWD", 1, SWITCH, "accepted; rows have one transport"
-    )
-    byteps_bwd: int = _flag(
-        "MONOLITH_WITH_BYTEPS_BWD", 1, SWITCH, "accepted; gradients have one transport"
-    )
-    byteps_bwd_cast: int = _flag(
-        "MONOLITH_WITH_BYTEPS_BWD_CAST", 32, (16, 32), "16: gradients travel as float16"
-    )
-    byteps_bwd_fake_cast: int = _flag(
-        "MONOLITH_WITH_BYTEPS_BWD_FAKE_CAST",
-        0,
-        SWITCH,
-        "accepted; Monolith sends zeros, to measure",
-    )
+    horovod_fid_g2g: int = _flag(1, SWITCH, _WAY)
+    horovod_fwd_g2g: int = _flag(1, SWITCH, _WAY)
+    horovod_bwd_g2g: int = _flag(1, SWITCH, _WAY)
+    byteps: int = _flag(0, SWITCH, "torch.distributed instead of BytePS")
+    byteps_fid: int = _flag(1, SWITCH, "accepted; ids have one transport")
+    byteps_fwd: int = _flag(1, SWITCH, "accepted; rows have one transport")
+    byteps_bwd: int = _flag(1, SWITCH, "accepted; gradients have one transport")
+    byteps_bwd_cast: int = _flag(32, (16, 32), "16: gradients travel as float16")
+    byteps_bwd_fake_cast: int = _flag(0, SWITCH, "accepted; Monolith sends zeros, to measure")
     byteps_fwd_gdr: int = _flag(
-        "MONOLITH_WITH_BYTEPS_FWD_GDR",
-        0,
-        SWITCH,
-        "one GPU per process, memory fraction 0.4, NCCL over GPUDirect RDMA",
+        0, SWITCH, "one GPU per process, memory fraction 0.4, NCCL over GPUDirect RDMA"
     )
-    byteps_fwd_gdr_g2g: int = _flag("MONOLITH_WITH_BYTEPS_FWD_GDR_G2G", 0, SWITCH, _WAY)
-    byteps_bwd_gdr: int = _flag(
-        "MONOLITH_WITH_BYTEPS_BWD_GDR", 0, SWITCH, "as MONOLITH_WITH_BYTEPS_FWD_GDR"
-    )
-    byteps_bwd_gdr_g2g: int = _flag("MONOLITH_WITH_BYTEPS_BWD_GDR_G2G", 0, SWITCH, _WAY)
+    byteps_fwd_gdr_g2g: int = _flag(0, SWITCH, _WAY)
+    byteps_bwd_gdr: int = _flag(0, SWITCH, "as MONOLITH_WITH_BYTEPS_FWD_GDR")
+    byteps_bwd_gdr_g2g: int = _flag(0, SWITCH, _WAY)
     byteps_bcast: int = _flag(
-        "MONOLITH_WITH_BYTEPS_BCAST",
-        1,
-        (-1, 0, 1),
-        "-1: no run hooks at all; 1: telemetry too when all is synchronous",
+        1, (-1, 0, 1), "-1: no run hooks at all; 1: telemetry too when all is synchronous"
     )
-    byteps_allreduce: int = _flag(
-        "MONOLITH_WITH_BYTEPS_ALLREDUCE",
-        1,
-        SWITCH,
-        "0: Horovod, if it can be imported, next to BytePS",
-    )
-    force_gpu_compatible: int = _flag(
-        "MONOLITH_FORCE_GPU_COMPATIBLE", 1, SWITCH, "1: host buffers are pinned"
-    )
+    byteps_allreduce: int = _flag(1, SWITCH, "0: Horovod, if it can be imported, next to BytePS")
+    force_gpu_compatible: int = _flag(1, SWITCH, "1: host buffers are pinned", prefix="MONOLITH_")
 
     @property
     def gdr(self) -> bool:
@@ -117,19 +92,21 @@ class BackendFlags:
         return "float16" if self.byteps and self.byteps_bwd_cast == 16 else None
 
 
-FLAGS: Mapping[str, Flag] = {one.name: one.metadata["flag"] for one in fields(BackendFlags)}
+FLAGS: Mapping[str, Flag] = {
+    one.name: Flag(one.metadata["prefix"] + one.name.upper(), *one.metadata["flag"])
+    for one in fields(BackendFlags)
+}
 """Field of `BackendFlags` -> its variable."""
 
 _FAMILIES = ("MONOLITH_WITH_HOROVOD", "MONOLITH_WITH_OPTIMIZED", "MONOLITH_WITH_BYTEPS")
 
 
-def read_flags(environ: Mapping[str, str] | None = None) -> BackendFlags:
+def read_flags(environ: Mapping[str, str] = os.environ) -> BackendFlags:
     """Read the variables of `FLAGS`. One that looks like them but is not there is warned about.
 
     Raises:
         ConfigError: a value that the variable cannot have.
     """
-    environ = os.environ if environ is None else environ
     known = {flag.variable for flag in FLAGS.values()}
     for name in environ:
         if name.startswith(_FAMILIES) and name not in known:
@@ -144,14 +121,6 @@ def read_flags(environ: Mapping[str, str] | None = None) -> BackendFlags:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """What carries the collectives: "torch" (torch.distributed) or "horovod", and why."""
-
-    backend: Literal["torch", "horovod"]
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Started:
     """A backend that runs: its name, and this rank among all."""
 
@@ -160,32 +129,28 @@ class Started:
     size: int
 
 
-def choose(flags: BackendFlags, *, load: Callable[[str], Any] = importlib.import_module) -> Choice:
+def choose(flags: BackendFlags, *, load: Load = importlib.import_module) -> Backend:
     """Which backend the flags come to on this machine; logs it.
 
     Args:
         flags: what was asked for.
         load: imports a module by name; ImportError says that it is not here.
     """
+    reason = "it takes the place of BytePS" if flags.byteps else "no other backend is asked for"
     if flags.wants_horovod:
         try:
             load("horovod.torch")
-            choice = Choice("horovod", "asked for, and it imports")
         except ImportError as error:
-            choice = Choice("torch", f"Horovod is asked for but does not import ({error})")
-    elif flags.byteps:
-        choice = Choice("torch", "it takes the place of BytePS")
-    else:
-        choice = Choice("torch", "no other backend is asked for")
-    _log.info("collectives over %s: %s", _SPELLED[choice.backend], choice.reason)
-    return choice
-
-
-_SPELLED = {"torch": "torch.distributed", "horovod": "Horovod"}
+            reason = f"Horovod is asked for but does not import ({error})"
+        else:
+            _log.info("collectives over Horovod: asked for, and it imports")
+            return "horovod"
+    _log.info("collectives over torch.distributed: %s", reason)
+    return "torch"
 
 
 def start(
-    choice: Choice, *, load: Callable[[str], Any] = importlib.import_module, device: str = "auto"
+    backend: Backend, *, load: Load = importlib.import_module, device: str = "auto"
 ) -> Started:
     """Start a backend: `shoal.comm.init`, or Horovod's init.
 
@@ -194,7 +159,7 @@ def start(
         DeviceUnavailable: this torch has no distributed package.
         LaunchError, CollectiveFailed: as `shoal.comm.init`.
     """
-    if choice.backend == "horovod":
+    if backend == "horovod":
         horovod = load("horovod.torch")
         horovod.init()
         return Started("horovod", int(horovod.rank()), int(horovod.size()))

@@ -6,6 +6,7 @@ import datetime
 import logging
 import os
 import random
+import re
 import time
 from collections.abc import Mapping
 
@@ -36,7 +37,7 @@ def pick_device(device: str, local_rank: int) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cpu" or (device == "auto" and count == 0):
         return torch.device("cpu")
-    if device != "auto" and not _names_cuda(device):
+    if device != "auto" and not re.fullmatch(r"cuda(:\d+)?", device):
         raise ConfigError(
             "device",
             got=repr(device),
@@ -77,10 +78,6 @@ def pin_cores(local_rank: int, local_world_size: int) -> frozenset[int]:
     return kept
 
 
-def _names_cuda(device: str) -> bool:
-    return device == "cuda" or (device.startswith("cuda:") and device[5:].isdigit())
-
-
 def pick_backend(backend: str | None, device: torch.device) -> str:
     """The backend of a device's groups: what was asked for, or NCCL on CUDA and Gloo on the CPU.
 
@@ -116,69 +113,6 @@ _log = logging.getLogger("shoal.comm")
 _TIMEOUT_S: Mapping[str, float] = {"nccl": 600.0, "gloo": 1800.0, "local": 1800.0}
 _LOGGED_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_")
 _LOGGED_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "CUDA_VISIBLE_DEVICES")
-
-
-def start(
-    launch: Launch,
-    *,
-    device: str = "auto",
-    backend: str | None = None,
-    seed: int | None = None,
-    timeout_s: float | None = None,
-    owns_world: bool = False,
-) -> Mesh:
-    """Start the process groups of one rank; `shoal.comm.init` says what the arguments mean.
-
-    owns_world: `start_world` was called before, for this mesh.
-
-    Raises:
-        DeviceUnavailable, ConfigError: a device or backend that is not here or do not go together.
-        LaunchError: torch.distributed was started before, with other ranks than `launch` says.
-        CollectiveFailed: the other ranks did not come within the timeout.
-    """
-    place = pick_device(device, launch.local_rank)
-    chosen = pick_backend(backend, place) if launch.world_size > 1 else "local"
-    timeout_s = _TIMEOUT_S[chosen] if timeout_s is None else timeout_s
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
-    owns = launch.world_size > 1 and (owns_world or not dist.is_initialized())
-    if dist.is_initialized():
-        _check_world(launch)
-    elif owns:
-        _start_world(launch, place, chosen, timeout_s)
-    if seed is not None:
-        seed_all(seed + launch.rank)
-    try:
-        mesh = Mesh(launch, place, chosen, timeout_s, owns_world=owns)
-    except ShoalError:
-        if owns:
-            dist.destroy_process_group()
-        raise
-    if launch.rank == 0:
-        _log.info("%s", effective_settings(mesh, os.environ))
-    return mesh
-
-
-def start_world(launch: Launch, timeout_s: float | None) -> Collectives:
-    """Start torch's default process group before it is known which device the ranks use.
-
-    Returns:
-        collectives between the hosts of all ranks.
-
-    Raises:
-        LaunchError: torch.distributed was started before, with other ranks than `launch` says.
-        CollectiveFailed: the other ranks did not come within the timeout.
-    """
-    timeout_s = _TIMEOUT_S["gloo"] if timeout_s is None else timeout_s
-    host = torch.device("cpu")
-    if dist.is_initialized():
-        _check_world(launch)
-    else:
-        both = torch.cuda.is_available() and dist.is_nccl_available()
-        _start_world(launch, host, "cpu:gloo,cuda:nccl" if both else "gloo", timeout_s)
-    group = dist.group.WORLD
-    assert group is not None
-    return TorchCollectives(group, host, timeout_s)
 
 
 def _start_world(launch: Launch, device: torch.device, backend: str, timeout_s: float) -> None:
@@ -255,7 +189,8 @@ def early_control() -> Collectives:
     For what ranks settle first, their settings say. Every rank calls this, or none.
 
     Raises:
-        LaunchError: launcher variables that contradict each other.
+        LaunchError: launcher variables that contradict each other, or torch.distributed was started
+            before, with other ranks than they say.
         CollectiveFailed: the other ranks did not come within the timeout.
     """
     if _Current.mesh is not None:
@@ -263,10 +198,17 @@ def early_control() -> Collectives:
     launch = detect()
     if launch.world_size == 1:
         return LocalCollectives()
-    fresh = not dist.is_initialized()
-    control = start_world(launch, process_group_timeout_s())
-    _Current.owns_world = _Current.owns_world or fresh
-    return control
+    timeout_s = process_group_timeout_s() or _TIMEOUT_S["gloo"]
+    host = torch.device("cpu")
+    if dist.is_initialized():
+        _check_world(launch)
+    else:
+        both = torch.cuda.is_available() and dist.is_nccl_available()
+        _start_world(launch, host, "cpu:gloo,cuda:nccl" if both else "gloo", timeout_s)
+        _Current.owns_world = True
+    group = dist.group.WORLD
+    assert group is not None
+    return TorchCollectives(group, host, timeout_s)
 
 
 def init(
@@ -289,22 +231,36 @@ def init(
             torch's default (NCCL 600, Gloo 1800).
 
     Raises:
-        LaunchError: launcher variables that contradict each other.
-        DeviceUnavailable: a device or backend that is not here.
+        LaunchError: launcher variables that contradict each other, or torch.distributed was started
+            before, with other ranks than they say.
+        DeviceUnavailable, ConfigError: a device or backend that is not here or do not go together.
         CollectiveFailed: the other ranks did not come within the timeout.
     """
-    if _Current.mesh is None:
-        if timeout_s is None:
-            timeout_s = process_group_timeout_s()
-        _Current.mesh = start(
-            detect(),
-            device=device,
-            backend=backend,
-            seed=seed,
-            timeout_s=timeout_s,
-            owns_world=_Current.owns_world,
-        )
-    return _Current.mesh
+    if _Current.mesh is not None:
+        return _Current.mesh
+    launch = detect()
+    place = pick_device(device, launch.local_rank)
+    chosen = pick_backend(backend, place) if launch.world_size > 1 else "local"
+    if timeout_s is None:
+        timeout_s = process_group_timeout_s() or _TIMEOUT_S[chosen]
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    owns = launch.world_size > 1 and (_Current.owns_world or not dist.is_initialized())
+    if dist.is_initialized():
+        _check_world(launch)
+    elif owns:
+        _start_world(launch, place, chosen, timeout_s)
+    if seed is not None:
+        seed_all(seed + launch.rank)
+    try:
+        mesh = _Current.mesh = Mesh(launch, place, chosen, timeout_s, owns_world=owns)
+    except ShoalError:
+        if owns:
+            dist.destroy_process_group()
+        raise
+    if launch.rank == 0:
+        _log.info("%s", effective_settings(mesh, os.environ))
+    return mesh
 
 
 def current() -> Mesh | None:

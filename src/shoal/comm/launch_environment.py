@@ -69,7 +69,8 @@ def first_host(nodelist: str) -> str:
     Raises:
         LaunchError: the list names no host.
     """
-    first = _BRACKETS.sub(_first_of_range, nodelist).split(",")[0].strip()
+    first = _BRACKETS.sub(lambda match: re.split("[,-]", match[1])[0].strip(), nodelist)
+    first = first.split(",")[0].strip()
     if not first or "[" in first:
         raise LaunchError(
             "Slurm's list of nodes",
@@ -78,10 +79,6 @@ def first_host(nodelist: str) -> str:
             remedy="Set MASTER_ADDR to the host of rank 0.",
         )
     return first
-
-
-def _first_of_range(match: re.Match[str]) -> str:
-    return match[1].split(",")[0].split("-")[0].strip()
 
 
 def tasks_of_node(counts: str, node: int) -> int:
@@ -189,17 +186,16 @@ class OpenMpi:
     local_size: int | None
 
 
-def open_mpi(environ: Mapping[str, str] | None = None) -> OpenMpi:
+def open_mpi(environ: Mapping[str, str] = os.environ) -> OpenMpi:
     """The four OMPI_COMM_WORLD_* numbers.
 
     Raises:
         LaunchError: one of them is no number.
     """
-    environ = os.environ if environ is None else environ
     return OpenMpi(*(_optional(environ, name) for name in _VARIABLES["mpi"]))
 
 
-def detect(environ: Mapping[str, str] | None = None) -> Launch:
+def detect(environ: Mapping[str, str] = os.environ) -> Launch:
     """Find the launcher and this process's place. Reads `environ` only; starts nothing.
 
     RANK and WORLD_SIZE go first. Where Open MPI's or Slurm's numbers stand next to them they must
@@ -209,7 +205,6 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
         LaunchError: variables contradict each other, are incomplete, or do not say where rank 0
             listens.
     """
-    environ = os.environ if environ is None else environ
     of_torchrun = bool(environ.get("RANK") and environ.get("TORCHELASTIC_RUN_ID"))
     other = None if of_torchrun else _mpi(environ) or _slurm(environ)
     if environ.get("RANK"):
@@ -218,7 +213,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
         for name, alone in (("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
             if environ.get(name, alone) not in ("", alone):
                 raise _incomplete("RANK", f"{name} without RANK")
-        return Launch("single", 0, 1, 0, 1, LOOPBACK, _port(environ, DEFAULT_PORT))
+        return Launch("single", 0, 1, 0, 1, LOOPBACK, _port(environ))
     if environ.get("WORLD_SIZE") and _number(environ, "WORLD_SIZE") != other.world_size:
         raise _contradiction(f"WORLD_SIZE={environ['WORLD_SIZE']}", other)
     return other
@@ -239,7 +234,7 @@ def _torchrun(environ: Mapping[str, str], other: Launch | None) -> Launch:
     )
     address = environ.get("MASTER_ADDR") or _address_on_one_host(placed, "torchrun sets it")
     restarts = _optional(environ, "TORCHELASTIC_RESTART_COUNT", 0)
-    port = _port(environ, DEFAULT_PORT)
+    port = _port(environ)
     return replace(placed, master_addr=address, master_port=port, restarts=restarts)
 
 
@@ -261,7 +256,7 @@ def _mpi(environ: Mapping[str, str]) -> Launch | None:
         or environ.get("DMLC_PS_ROOT_URI")
         or _address_on_one_host(placed, remedy)
     )
-    return replace(placed, master_addr=address, master_port=_port(environ, DEFAULT_PORT))
+    return replace(placed, master_addr=address, master_port=_port(environ))
 
 
 def _slurm(environ: Mapping[str, str]) -> Launch | None:
@@ -318,7 +313,7 @@ def _address_on_one_host(placed: Launch, remedy: str) -> str:
     )
 
 
-def _port(environ: Mapping[str, str], default: int) -> int:
+def _port(environ: Mapping[str, str], default: int = DEFAULT_PORT) -> int:
     return _optional(environ, "MASTER_PORT", default)
 
 
@@ -364,13 +359,12 @@ def _contradiction(said: str, other: Launch) -> LaunchError:
     )
 
 
-def process_group_timeout_s(environ: Mapping[str, str] | None = None) -> float | None:
+def process_group_timeout_s(environ: Mapping[str, str] = os.environ) -> float | None:
     """PROCESS_GROUP_TIMEOUT_SECONDS; None where it is not set.
 
     Raises:
         ConfigError: not a whole number above zero.
     """
-    environ = os.environ if environ is None else environ
     seconds = whole(environ, "PROCESS_GROUP_TIMEOUT_SECONDS", 0, least=1, most=MAX_TIMEOUT_S)
     return float(seconds) if seconds else None
 
@@ -388,13 +382,12 @@ class Attempt:
     restarts: int
 
 
-def attempt(environ: Mapping[str, str] | None = None) -> Attempt | None:
+def attempt(environ: Mapping[str, str] = os.environ) -> Attempt | None:
     """The present start of torchrun's job; None under other launchers.
 
     Raises:
         LaunchError: a count that is no number.
     """
-    environ = os.environ if environ is None else environ
     run_id = environ.get("TORCHELASTIC_RUN_ID")
     if not run_id:
         return None

@@ -7,7 +7,7 @@ import datetime
 import itertools
 import logging
 import time
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,7 @@ from shoal.comm.collectives import Collectives, LocalCollectives, WaitClock
 from shoal.comm.consensus import require_same
 from shoal.comm.launch_environment import Launch
 from shoal.comm.mismatched_calls import Calls, Watchdog
-from shoal.errors import (
-    CollectiveFailed,
-    ConfigError,
-    DeviceUnavailable,
-    collective_failed,
-)
+from shoal.errors import CollectiveFailed, ConfigError, DeviceUnavailable, collective_failed
 
 _made = itertools.count()  # ranks make their meshes in the same order
 
@@ -67,11 +62,14 @@ class Mesh:
         self._clock: WaitClock | None = None
         several = self.world_size > 1
         self._watch = Watchdog(self.rank, self.world_size, number=next(_made)) if several else None
-        self.control: Collectives = self._control_group()
+        host = torch.device("cpu")
+        self.control: Collectives = LocalCollectives(host)
+        if several:
+            group = self._make_group("control", timeout_s, host, backend="gloo")
+            watched = self.watched("control")
+            self.control = TorchCollectives(group, host, timeout_s, watched=watched)
 
-    def new_group(
-        self, name: str, *, timeout_s: float | None = None, device: torch.device | None = None
-    ) -> dist.ProcessGroup | None:
+    def new_group(self, name: str, *, timeout_s: float | None = None) -> dist.ProcessGroup | None:
         """A group of all ranks, say for one collection's exchange; None for one rank alone.
 
         Every rank calls this, with the same names in the same order. The mesh ends the group.
@@ -79,7 +77,6 @@ class Mesh:
         Args:
             name: what the group is for, in logs and in torch's messages.
             timeout_s: of its collectives; the mesh's when left out.
-            device: what the group serves; the mesh's device when left out.
 
         Raises:
             ConfigError: ranks ask for different groups.
@@ -88,7 +85,7 @@ class Mesh:
         if self.world_size == 1:
             return None
         self._require_same(f"group {name!r}", name)
-        return self._make_group(name, timeout_s or self.timeout_s, device or self.device)
+        return self._make_group(name, timeout_s or self.timeout_s, self.device)
 
     def collectives(
         self,
@@ -198,12 +195,7 @@ class Mesh:
         if device.type == "cpu":
             sizes = self._make_group(f"{name}: sizes", timeout_s, device)
         return TorchCollectives(
-            group,
-            device,
-            timeout_s,
-            release=release,
-            watched=self.watched(name),
-            sizes_group=sizes,
+            group, device, timeout_s, release=release, watched=self.watched(name), sizes_group=sizes
         )
 
     def _over_mpi(self, name: str, timeout_s: float) -> Collectives:
@@ -248,13 +240,6 @@ class Mesh:
             self._groups.remove(group)
             dist.destroy_process_group(group)
 
-    def _control_group(self) -> Collectives:
-        host = torch.device("cpu")
-        if self.world_size == 1:
-            return LocalCollectives(host)
-        group = self._make_group("control", self.timeout_s, host, backend="gloo")
-        return TorchCollectives(group, host, self.timeout_s, watched=self.watched("control"))
-
     def _require_same(self, what: str, wanted: object) -> None:
         remedy = "Make groups and collectives in the same order on every rank."
         require_same(self.control, f"agreement on {what}", repr(wanted), remedy=remedy)
@@ -266,10 +251,8 @@ def path_named(name: str) -> Path:
     Raises:
         ConfigError: there is none.
     """
-    for path in get_args(Path):
-        if path == name:
-            found: Path = path
-            return found
+    if name in get_args(Path):
+        return cast(Path, name)
     raise ConfigError(
         "path of collectives",
         got=repr(name),

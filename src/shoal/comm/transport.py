@@ -22,6 +22,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +33,11 @@ from shoal.errors import ConfigError, ServerLost, ShoalError
 
 if TYPE_CHECKING:
     import zmq
+else:
+    try:
+        import zmq
+    except ImportError:  # told to those who call or serve
+        zmq = None
 
 Frames = list[memoryview]
 Handler = Callable[[bytes, Frames], tuple[bytes, Sequence[Any]]]
@@ -54,17 +61,14 @@ _GREETINGS = 2  # that failed one after the other: a server that stops fails one
 _DEAD_MS = 20_000  # without a sign of life it is closed, and made again; more than a frame takes
 
 
-def _package() -> Any:
-    try:
-        import zmq
-    except ImportError:
+def _check_package() -> None:
+    if find_spec("zmq") is None:
         raise ConfigError(
             "connection to a server",
             got="no package pyzmq",
             allowed="pyzmq 25 or later",
             remedy="pip install 'shoal[ps]'.",
-        ) from None
-    return zmq
+        )
 
 
 def _watch(socket: zmq.Socket[bytes], address: str) -> None:
@@ -145,7 +149,6 @@ class Secret:
 
     def join(self, socket: zmq.Socket[bytes]) -> None:
         """Connect only to servers that know it."""
-        zmq = _package()
         socket.curve_serverkey = zmq.curve_public(self._server_key())
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
 
@@ -193,8 +196,8 @@ class Server:
         waiting: int = 64,
         secret: Secret | None = None,
     ) -> None:
-        zmq = _package()
-        self._context = zmq.Context()
+        _check_package()
+        self._context: Any = zmq.Context()
         self._handler = handler
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.maxmsgsize = most_bytes
@@ -216,7 +219,7 @@ class Server:
                 allowed="tcp://HOST:PORT of this machine with a port that is free, or port 0",
                 remedy="Choose another, or stop who has it.",
             ) from None
-        self.address: str = self._socket.last_endpoint.decode()
+        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         if secret is None and not self.address.startswith(("tcp://127.", "tcp://[::1]")):
             _LOG.warning(
                 "%s has no token: whoever reaches it may use it. Give it a token file, or listen"
@@ -257,7 +260,6 @@ class Server:
 
     def _turn(self) -> None:
         """Requests in, replies out: the one thread that has the socket."""
-        zmq = _package()
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._replies, zmq.POLLIN)
@@ -287,7 +289,6 @@ class Server:
         _close(self._socket, linger_ms=_LINGER_MS)
 
     def _serve(self) -> None:
-        zmq = _package()
         out = self._context.socket(zmq.PUSH)
         out.connect("inproc://replies")
         while (request := self._work.get()) is not None:
@@ -346,14 +347,6 @@ class _Call:
     deadline: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Move:
-    """Where a server is now."""
-
-    server: int
-    socket: Any
-
-
 class Client:
     """Calls to some servers; any thread may call. A server that comes back is connected again.
 
@@ -380,10 +373,10 @@ class Client:
         secret: Secret | None = None,
         most_bytes: int = MOST_BYTES,
     ) -> None:
-        zmq = _package()
-        self._context = zmq.Context()
+        _check_package()
+        self._context: Any = zmq.Context()
         self._secret, self._most_bytes = secret, most_bytes
-        self._asked: deque[_Call | _Move] = deque()
+        self._asked: deque[Callable[[], None]] = deque()  # done by who has the turn
         self._addresses = list(addresses)
         self._lock = threading.Lock()  # of the four below
         self._closed = False
@@ -409,7 +402,6 @@ class Client:
         self._ended = False
 
     def _connected(self, address: str) -> Any:
-        zmq = _package()
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
         socket.sndhwm = _MESSAGES
@@ -438,17 +430,14 @@ class Client:
         return socket
 
     def _watched(self, socket: Any) -> None:
-        zmq = _package()
         for one in (socket, _monitor(socket)):
-            if one is not None:
-                self._poller.register(one, zmq.POLLIN)
+            self._poller.register(one, zmq.POLLIN)
 
     def _replace(self, server: int, socket: Any, got: str) -> None:
         """Use another connection; calls under way over the old one are lost."""
         old = self._sockets[server]
         for one in (old, _monitor(old)):
-            if one is not None:
-                self._poller.unregister(one)
+            self._poller.unregister(one)
         _close(old)
         self._sockets[server] = socket
         self._watched(socket)
@@ -470,7 +459,6 @@ class Client:
 
         And note which of them do not greet.
         """
-        zmq = _package()
         for server, socket in enumerate(self._sockets):
             monitor = _monitor(socket)
             while self._sockets[server] is socket and monitor.get(zmq.EVENTS) & zmq.POLLIN:
@@ -503,7 +491,7 @@ class Client:
                     allowed="an open one",
                     remedy="Connect again.",
                 )
-            self._asked.append(call)
+            self._asked.append(partial(self._held[server].append, call))
         self._start()
         return call.future
 
@@ -516,16 +504,13 @@ class Client:
         with self._lock:
             if self._closed or address == self._addresses[server]:
                 return
-            self._asked.append(_Move(server, self._connected(address)))
+            socket = self._connected(address)
+            self._asked.append(partial(self._replace, server, socket, "a server that moved"))
             self._addresses[server] = address
         self._start()
 
     def wait(
-        self,
-        futures: Sequence[Future[Any]],
-        timeout_s: float | None = None,
-        *,
-        first: bool = False,
+        self, futures: Sequence[Future[Any]], timeout_s: float | None = None, *, first: bool = False
     ) -> None:
         """Wait until all of the client's futures are done, or one (`first`), or time is up."""
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -578,7 +563,6 @@ class Client:
 
     def _ring(self) -> None:
         """Wake who waits; holds the lock. The other end may be closed already, or rung before."""
-        zmq = _package()
         with contextlib.suppress(zmq.Again):
             self._bell.send(b"", zmq.DONTWAIT)
 
@@ -589,9 +573,7 @@ class Client:
 
     def _receive(self, until_s: float | None, *, full: bool) -> None:
         """Wait for something to happen, and take what has come; `full`: not all could be sent."""
-        zmq = _package()
-        every = [*self._calls.values(), *(call for line in self._held for call in line)]
-        times = [call.deadline for call in every]
+        times = [call.deadline for call in (*self._calls.values(), *itertools.chain(*self._held))]
         times += [time.monotonic() + _FULL_MS / 1e3] if full else []
         times += [] if until_s is None else [until_s]
         wait_ms = max(0, math.ceil(1e3 * (min(times) - time.monotonic()))) if times else None
@@ -615,7 +597,7 @@ class Client:
         now = time.monotonic()
         late = [n for n, call in self._calls.items() if call.deadline <= now]
         given_up = [self._calls.pop(number) for number in late]
-        held = [call for line in self._held for call in line if call.deadline <= now]
+        held = [call for call in itertools.chain(*self._held) if call.deadline <= now]
         for call in held:
             self._held[call.server].remove(call)
         waiting = {call.server for call in self._calls.values()}
@@ -633,14 +615,13 @@ class Client:
         if self._ended:
             return True
         self._reconnect_lost()
-        while self._asked:
-            call = self._asked.popleft()
-            if isinstance(call, _Call):
-                self._held[call.server].append(call)
-                continue
-            self._replace(call.server, call.socket, "a server that moved")
+        self._do_asked()
         pairs = zip(self._sockets, self._held, strict=True)
         return all([_sent(*pair, self._calls, self._numbers) for pair in pairs])
+
+    def _do_asked(self) -> None:
+        while self._asked:
+            self._asked.popleft()()
 
     def _fail(self, call: _Call, got: str) -> None:
         strange = self._failed_greetings[call.server] >= _GREETINGS
@@ -659,11 +640,8 @@ class Client:
         if self._ended:
             return
         self._ended = True
-        for one in self._asked:
-            if isinstance(one, _Move):
-                _close(one.socket)
-        asked = [one for one in self._asked if isinstance(one, _Call)]
-        for call in (*self._calls.values(), *(c for line in self._held for c in line), *asked):
+        self._do_asked()
+        for call in (*self._calls.values(), *itertools.chain(*self._held)):
             self._fail(call, "a client that was closed")
         for socket in (self._bell_end, *self._sockets):
             _close(socket)
@@ -684,7 +662,6 @@ def _close(socket: Any, *, linger_ms: int = 0) -> None:
 
 def _is_shared(call: _Call) -> bool:
     """Whether ZeroMQ reads frames where the caller has them: it copies smaller ones."""
-    zmq = _package()
     return any(memoryview(part).nbytes >= zmq.COPY_THRESHOLD for part in call.parts)
 
 
@@ -692,7 +669,6 @@ def _sent(
     socket: Any, held: deque[_Call], calls: dict[bytes, _Call], numbers: Iterator[int]
 ) -> bool:
     """Send what is held, as far as it may be under way; False: the socket takes no more."""
-    zmq = _package()
     if not held:
         return True
     room = _MESSAGES - sum(call.server == held[0].server for call in calls.values())

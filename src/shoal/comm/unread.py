@@ -13,6 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import zmq
+else:
+    try:
+        import zmq
+    except ImportError:  # told by `transport`
+        zmq = None
 
 _EVERY_S = 0.1
 _FRAME_BYTES = 64  # that a frame takes on the wire next to what is in it, at most
@@ -45,11 +50,7 @@ class UnreadLimit:
     """
 
     def __init__(self, socket: zmq.Socket[bytes], *, each: int, together: int) -> None:
-        import zmq
-
         self._each, self._together = each, together
-        self._accepted = zmq.EVENT_ACCEPTED
-        self._source, self._no_source = zmq.SRCFD, zmq.ZMQError
         self._events: Any = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._connections: dict[int, _Connection] = {}  # by file descriptor
         self._checked_s = time.monotonic()
@@ -59,8 +60,8 @@ class UnreadLimit:
     def read(self, message: Sequence[zmq.Frame]) -> None:
         """Count a message of the socket: the sender's name, which was not sent, and its frames."""
         try:
-            descriptor = int(message[-1].get(self._source))
-        except self._no_source:  # the peer speaks an old protocol, as no client of ours
+            descriptor = int(message[-1].get(zmq.SRCFD))
+        except zmq.ZMQError:  # the peer speaks an old protocol, as no client of ours
             return
         if descriptor not in self._connections:  # it has come since the last look
             self._come_and_go()
@@ -93,7 +94,7 @@ class UnreadLimit:
         while self._events.poll(0):
             event, value = struct.unpack("=hi", self._events.recv_multipart()[0])
             self._connections.pop(value, None)
-            if event == self._accepted:
+            if event == zmq.EVENT_ACCEPTED:
                 with contextlib.suppress(OSError):  # it has gone
                     self._connections[value] = _Connection(os.fstat(value).st_ino)
 

@@ -18,6 +18,7 @@ from shoal.exchange.local import Exchange, LocalExchange, Request, Route, Sendin
 from shoal.exchange.rows_by_id import RowsOverRanks
 from shoal.lookup import PoolPlan
 from shoal.ragged import KeyedRagged
+from shoal.table import checks
 from shoal.table import shard as scalars
 from shoal.table.facade import Table
 from shoal.table.factory import make_shard
@@ -44,7 +45,9 @@ class Requests:
     ) -> None:
         self.tables_G = tables_G
         self._keys = tuple(feature.name for feature in features)
-        self._limits_F = _limits(features)
+        limits = [_NO_LIMIT if f.max_length is None else f.max_length for f in features]
+        limited = any(limit < _NO_LIMIT for limit in limits)
+        self._limits_F = torch.tensor(limits, device="cpu") if limited else None
         self._plan = plan
         self._device = device
 
@@ -91,14 +94,6 @@ class Requests:
             )
 
 
-def _limits(features: Sequence[Feature]) -> Tensor | None:
-    if all(feature.max_length is None for feature in features):
-        return None
-    return torch.tensor(
-        [_NO_LIMIT if f.max_length is None else f.max_length for f in features], device="cpu"
-    )
-
-
 def _plain_weights(ordered: KeyedRagged, weights_N: Tensor) -> KeyedRagged:
     """Weights as shards take them: float32, contiguous."""
     if weights_N.requires_grad:
@@ -120,65 +115,6 @@ def _sent(ordered: KeyedRagged, device: torch.device) -> KeyedRagged:
         got = ordered.values_N.device
         raise DTypeError("device of a batch", got=got, allowed=device, remedy=remedy)
     return ordered.pin_memory().to(device, non_blocking=True)
-
-
-class BegunLookups:
-    """Lookups of one collection that have begun and that no forward has used yet.
-
-    One is what its exchange returned last: a `Sending`, then a `Route`. Each batch object has one
-    at most; it holds its batch, so that the identity stays its own.
-    """
-
-    def __init__(self) -> None:
-        self._lookups: dict[int, Sending | Route] = {}
-
-    def __len__(self) -> int:
-        return len(self._lookups)
-
-    def check_new(self, batch: KeyedRagged) -> None:
-        """Refuse a batch that has begun.
-
-        Raises:
-            InputError: it has.
-        """
-        if id(batch) in self._lookups:
-            raise InputError(
-                "batch of begin()",
-                got="a batch that has begun and that no forward has used yet",
-                allowed="a batch once",
-                remedy="Build a batch for each step, or call drop_begun() first.",
-            )
-
-    def add(self, sending: Sending) -> None:
-        """Remember what was sent."""
-        self._lookups[id(sending.request.batch)] = sending
-
-    def probe(self, batch: KeyedRagged, exchange: Exchange) -> Route:
-        """The route of a batch; the ids are waited for and looked up the first time.
-
-        Raises:
-            TicketError: the batch has not begun.
-        """
-        begun = self._lookups.get(id(batch))
-        if begun is None:
-            raise TicketError(
-                "lookup of a batch",
-                got="a batch that has not begun, or that a forward has used",
-                allowed="a batch after begin()",
-                remedy="Call begin(batch), probe(batch), fetch(batch), then the forward.",
-            )
-        if isinstance(begun, Sending):
-            begun = self._lookups[id(batch)] = exchange.probe(begun)
-        return begun
-
-    def take(self, batch: KeyedRagged, exchange: Exchange) -> Route | None:
-        """The route of a batch that has begun, for its forward; forgotten here. None if not."""
-        begun = self._lookups.pop(id(batch), None)
-        return exchange.probe(begun) if isinstance(begun, Sending) else begun
-
-    def drop(self) -> None:
-        """Forget all; their tickets end."""
-        self._lookups.clear()
 
 
 class Lookup(torch.autograd.Function):
@@ -319,7 +255,9 @@ class EmbeddingCollection(nn.Module):
 
     def _house(self, shard: Shard) -> None:
         """Move in with a shard of this process."""
-        self._check_hosted(shard)
+        hosted = {spec.name: spec for spec in shard.specs}
+        for spec in self._tables.values():
+            checks.hosted_table(spec, hosted)
         self._exchange: Exchange = LocalExchange(shard)
         self._settle(shard.specs, GradientLedger(shard, inserts=self.init_on_lookup))
 
@@ -332,7 +270,9 @@ class EmbeddingCollection(nn.Module):
         )
         device = ledger.shard.device
         self._requests = Requests(self.features, tables_G, self._compiled.plan, device)
-        self._begun = BegunLookups()
+        # Lookups that have begun and that no forward has used yet, by batch object: each holds its
+        # batch, so that the identity stays its own.
+        self._begun: dict[int, Sending | Route] = {}
         # Autograd calls backward only for a function with an input that asks for a gradient.
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._dtypes: tuple[torch.dtype, ...] | None = None
@@ -372,7 +312,15 @@ class EmbeddingCollection(nn.Module):
                 "collection to distribute", got=got, allowed="none yet", remedy=remedy
             )
         if collectives is None and isinstance(exchange, AllToAllExchange):
-            _check_alone(exchange.collectives)
+            ranks = exchange.collectives.world_size
+            if ranks > 1:
+                raise ConfigError(
+                    "collectives of a collection to distribute",
+                    got=f"none, on {ranks} ranks",
+                    allowed="those by which ranks decide on a step together",
+                    remedy="Pass collectives=, others than the exchange's, or wrap the model in "
+                    "DistributedModelParallel.",
+                )
         self._exchange = exchange
         ledger = GradientLedger(
             exchange.shard, inserts=self.init_on_lookup, collectives=collectives, silent=silent
@@ -469,10 +417,11 @@ class EmbeddingCollection(nn.Module):
         ctx = ledger.context(event_time_s)
         route = ledger.route_of(batch, self._compiled.plan)
         if route is None:
-            route = self._begun.take(batch, exchange)
+            begun = self._begun.pop(id(batch), None)
+            route = exchange.probe(begun) if isinstance(begun, Sending) else begun
             if route is None:
                 request = self._requests.of(batch)
-                route = exchange.dispatch(request, insert=self.init_on_lookup, ctx=ctx)
+                route = exchange.probe(exchange.send(request, insert=self.init_on_lookup, ctx=ctx))
             ledger.opened(route)
         outputs = Lookup.apply(self._anchor, self, route, ctx)  # type: ignore[no-untyped-call]
         return self._compiled.inputs(outputs, route.request.ordered)
@@ -493,10 +442,16 @@ class EmbeddingCollection(nn.Module):
         scalars.event_time(event_time_s)
         if not self.training:
             return
-        self._begun.check_new(batch)
+        if id(batch) in self._begun:
+            raise InputError(
+                "batch of begin()",
+                got="a batch that has begun and that no forward has used yet",
+                allowed="a batch once",
+                remedy="Build a batch for each step, or call drop_begun() first.",
+            )
         request, ctx = self._requests.of(batch), self.ledger.context(event_time_s)
         sending = self._exchange.send(request, insert=self.init_on_lookup, ctx=ctx)
-        self._begun.add(sending)
+        self._begun[id(batch)] = sending
 
     def probe(self, batch: KeyedRagged) -> None:
         """Find or insert the rows of a batch that has begun; they are held from here on.
@@ -506,7 +461,21 @@ class EmbeddingCollection(nn.Module):
             TableFull: a table has no room; nothing was inserted.
         """
         if self.training:
-            self._begun.probe(batch, self._exchange)
+            self._probed(batch)
+
+    def _probed(self, batch: KeyedRagged) -> Route:
+        """The route of a batch; the ids are waited for and looked up the first time."""
+        begun = self._begun.get(id(batch))
+        if begun is None:
+            raise TicketError(
+                "lookup of a batch",
+                got="a batch that has not begun, or that a forward has used",
+                allowed="a batch after begin()",
+                remedy="Call begin(batch), probe(batch), fetch(batch), then the forward.",
+            )
+        if isinstance(begun, Sending):
+            begun = self._begun[id(batch)] = self._exchange.probe(begun)
+        return begun
 
     def fetch(self, batch: KeyedRagged) -> None:
         """Begin to bring the rows of a batch that has begun, as they are now.
@@ -515,31 +484,18 @@ class EmbeddingCollection(nn.Module):
             TicketError: the batch has not begun.
         """
         if self.training:
-            route = self._begun.probe(batch, self._exchange)
+            route = self._probed(batch)
             self._exchange.fetch(route, ctx=self.ledger.context(route.event_time_s))
 
     def drop_begun(self) -> None:
         """Give up the lookups that have begun and that no forward used; the same on all ranks."""
-        self._begun.drop()
+        self._begun.clear()
 
     def output_dtypes(self, outputs: tuple[Tensor, ...]) -> tuple[torch.dtype, ...]:
         """Dtypes of the plan's outputs, which a plan and a shard settle for good."""
         if self._dtypes is None:
             self._dtypes = tuple(output.dtype for output in outputs)
         return self._dtypes
-
-    def _check_hosted(self, shard: Shard) -> None:
-        hosted = {spec.name: spec for spec in shard.specs}
-        for name, spec in self._tables.items():
-            if name not in hosted:
-                raise unknown_name("table of the given shard", name, hosted)
-            if hosted[name] != spec:
-                raise ConfigError(
-                    f"spec of table {name!r}",
-                    got="another spec than the given shard's",
-                    allowed="the same spec",
-                    remedy="Build the collection from shard.specs.",
-                )
 
     def extra_repr(self) -> str:
         names = ", ".join(self._tables)
@@ -561,17 +517,6 @@ class EmbeddingCollection(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state["module"])  # type: ignore[no-untyped-call]
         self._house(state["shard"])
-
-
-def _check_alone(collectives: Collectives) -> None:
-    if collectives.world_size > 1:
-        raise ConfigError(
-            "collectives of a collection to distribute",
-            got=f"none, on {collectives.world_size} ranks",
-            allowed="those by which ranks decide on a step together",
-            remedy="Pass collectives=, others than the exchange's, or wrap the model in "
-            "DistributedModelParallel.",
-        )
 
 
 def _named(tables: Sequence[TableSpec]) -> dict[str, TableSpec]:

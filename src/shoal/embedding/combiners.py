@@ -25,11 +25,9 @@ class Combiner(Protocol):
     @property
     def max_seq_length(self) -> int:
         """Rows kept per example; 0 when all are reduced to one."""
-        ...
 
     def output_shape(self, dim: int) -> tuple[int | None, ...]:
         """Static shape of `combine`'s result for row dim D; None is the batch."""
-        ...
 
     def combine(self, ragged: Ragged, embeddings_ND: Tensor) -> Tensor:
         """Pool rows [N, D], one per id of `ragged`; differentiable.
@@ -37,7 +35,6 @@ class Combiner(Protocol):
         Raises:
             ShapeError: not one row per id.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,15 +19,7 @@ from shoal.lookup import Pool, PoolPlan
 from shoal.ops import segment_sum
 from shoal.ragged import KeyedRagged
 from shoal.table.rows import real_dtype
-from shoal.table.shard import (
-    GradRecord,
-    IdGroups,
-    ReadTicket,
-    Shard,
-    StepContext,
-    SummedGrads,
-    Ticket,
-)
+from shoal.table.shard import GradRecord, IdGroups, ReadTicket, Shard, StepContext, SummedGrads
 
 
 def position_grads(record: GradRecord, dims_G: Sequence[int]) -> list[Tensor]:
@@ -90,11 +82,12 @@ def sum_by_id(records: Sequence[GradRecord], dims_K: Sequence[int]) -> SummedGra
         groups = record.ticket.groups
         tables, cuts = groups.tables_G.tolist(), groups.splits_G1.tolist()
         rows = position_grads(record, [dims_K[k] for k in tables])
-        # One lookup is one occurrence of its ids, however many losses read it.
+        # One lookup is one occurrence of its ids, however many losses read it, unless others
+        # counted them.
+        known = record.ticket.counts_N if isinstance(record.ticket, ReadTicket) else None
+        counts_N = torch.ones_like(groups.ids_N) if known is None else known
         if id(record.ticket) in counted:
             counts_N = torch.zeros_like(groups.ids_N)
-        else:
-            counts_N = _counts(record.ticket)
         counted.add(id(record.ticket))
         for g, k in enumerate(tables):
             own = slice(cuts[g], cuts[g + 1])
@@ -139,12 +132,6 @@ def sums_finite(records: Sequence[GradRecord]) -> bool | None:
         limit = min([limit, *(torch.finfo(grad.dtype).max for grad in grads)])
     # A quarter: rounding may add to a sum as it grows.
     return True if total <= limit / 4 else None
-
-
-def _counts(ticket: Ticket) -> Tensor:
-    """Occurrences that each position of a lookup stands for: 1, unless others counted them."""
-    known = ticket.counts_N if isinstance(ticket, ReadTicket) else None
-    return torch.ones_like(ticket.groups.ids_N) if known is None else known
 
 
 def _sum(ids_N: Tensor, rows_ND: Tensor, counts_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -212,8 +199,7 @@ class GradientLedger:
 
     def _forget(self) -> None:
         """Begin with nothing recorded."""
-        self._written: list[Route] = []
-        self._pending: list[PendingRecords] = []
+        self._written: list[tuple[Route, PendingRecords]] = []
         self._resolved = 0
         # Records that are applied together; several lists where each sender steps on its own.
         self._turns: list[list[GradRecord]] = []
@@ -224,12 +210,12 @@ class GradientLedger:
 
     def __len__(self) -> int:
         """Backward passes of the step; the same on every rank."""
-        return len(self._pending)
+        return len(self._written)
 
     @property
     def busy(self) -> bool:
         """Whether a lookup or a gradient of the present step is open."""
-        return bool(self._pending) or bool(self._routes)
+        return bool(self._written) or bool(self._routes)
 
     @property
     def is_claimed(self) -> bool:
@@ -255,12 +241,6 @@ class GradientLedger:
         """Ranks that share the tables."""
         return 1 if self.collectives is None else self.collectives.world_size
 
-    @property
-    def records(self) -> tuple[GradRecord, ...]:
-        """The step's records, turn by turn, in the order backward wrote them; waits for them."""
-        self._resolve()
-        return tuple(record for turn in self._turns for record in turn)
-
     def context(self, event_time_s: int) -> StepContext:
         """The context of a lookup at this time in the present step."""
         last = self._context
@@ -278,7 +258,7 @@ class GradientLedger:
 
         Gradients of earlier lookups that no optimizer is there to apply are dropped.
         """
-        if self._pending and not self.is_claimed:
+        if self._written and not self.is_claimed:
             self._drop_unclaimed()
         self._routes[id(route.request.batch), id(route.request.plan)] = route
 
@@ -301,9 +281,8 @@ class GradientLedger:
 
     def write(self, route: Route, pending: PendingRecords) -> None:
         """Add what one backward pass sent back; it may still be on its way."""
-        self._pending.append(pending)
-        self._written.append(route)
-        if len(self._pending) == _MANY:
+        self._written.append((route, pending))
+        if len(self._written) == _MANY:
             self._warn(
                 f"{_MANY} backward passes since the last step, all of which take memory",
                 "a step, or zero_grad of the SparseOptimizer, now and then",
@@ -317,7 +296,7 @@ class GradientLedger:
 
     def take_over(self, other: GradientLedger) -> None:
         """Add another accumulator's records and routes of the same shard, and empty it."""
-        for route, pending in zip(other._written, other._pending, strict=True):
+        for route, pending in other._written:
             self.write(route, pending)
         self._routes.update(other._routes)
         self._resumed = max(self._resumed, other._resumed)
@@ -350,7 +329,7 @@ class GradientLedger:
 
     def sums_of(self, table: int) -> Tensor | None:
         """Sums [U, D] of one table; None before any backward, or when they were dropped."""
-        if not self._pending:
+        if not self._written:
             return None
         summed = self.summed()
         return summed.sums[summed.tables.index(table)] if table in summed.tables else None
@@ -361,14 +340,16 @@ class GradientLedger:
         Raises:
             ShapeError: not the shape of the sums they replace.
         """
-        if not self._pending and sums_UD is None:
+        if not self._written and sums_UD is None:
             return
-        parts = _by_table(self.summed()) if self._pending else {}
+        parts = _by_table(self.summed()) if self._written else {}
         old = parts.get(table)
         if sums_UD is None:
             parts.pop(table, None)
         elif old is None or old[1].shape != sums_UD.shape:
-            raise _no_sums(table, sums_UD)
+            got, remedy = tuple(sums_UD.shape), "Read .grad first and change it in place."
+            allowed = "the shape of the gradient it replaces"
+            raise ShapeError(f"sums of table {table}", got, allowed, remedy)
         else:
             parts[table] = (old[0], sums_UD, old[2])
         self._summed = _summed_of(parts)
@@ -401,18 +382,21 @@ class GradientLedger:
                 it later (`StepContext.nan_policy`).
             InputError: a gradient was changed in place since backward.
         """
-        if not self._pending:
+        if not self._written:
             self.shard.last_step = ctx.global_step
             return
         self._resolve()
-        if len(self._turns) > 1:
-            for turn in self._turns:
-                self._apply_turn(turn, ctx)
-        elif self._turns and (self._summed is not None or not self.inserts):
-            self._apply_sums(self.summed(), self._turns[0], ctx)
-        elif self._turns:
+        if self._summed is None:
             self._check_unchanged()
-            self._apply_turn(self._turns[0], ctx)
+        for turn in self._turns:
+            if self._summed is None and self.inserts:
+                self.shard.apply(turn, ctx=ctx)
+                continue
+            summed = self._sum(turn) if self._summed is None else self.summed()
+            if self.inserts:
+                self.shard.apply_summed(summed, turn, ctx=ctx)
+            else:
+                self._apply_ids(summed, ctx)
         # Also where no gradient came to this rank: later reads are as on the others.
         self.shard.last_step = ctx.global_step
         self.generation += 1
@@ -420,15 +404,15 @@ class GradientLedger:
 
     def clear(self) -> None:
         """Drop all records and sums. A ticket ends unless a retained graph still holds it."""
-        for route in self._written:
+        for route, _ in self._written:
             self._routes.pop((id(route.request.batch), id(route.request.plan)), None)
         self.revision += 1
         self._forget()
 
     def _resolve(self) -> None:
         """Wait for what was written since the last time."""
-        while self._resolved < len(self._pending):
-            records = self._pending[self._resolved].wait()
+        while self._resolved < len(self._written):
+            records = self._written[self._resolved][1].wait()
             while len(self._turns) < len(records):
                 self._turns.append([])
             # A rank that has no table of a request gets no record of it.
@@ -439,18 +423,6 @@ class GradientLedger:
                     versions = tuple([grad._version for grad in record.grads])
                     self._versions.append((record, versions))
             self._resolved += 1
-
-    def _apply_turn(self, records: list[GradRecord], ctx: StepContext) -> None:
-        if self.inserts:
-            self.shard.apply(records, ctx=ctx)
-        else:
-            self._apply_sums(self._sum(records), records, ctx)
-
-    def _apply_sums(self, summed: SummedGrads, records: list[GradRecord], ctx: StepContext) -> None:
-        if self.inserts:
-            self.shard.apply_summed(summed, records, ctx=ctx)
-        else:
-            self._apply_ids(summed, ctx)
 
     def _sum(self, records: list[GradRecord]) -> SummedGrads:
         if self.inserts:
@@ -503,25 +475,10 @@ def _merge(old: SummedGrads, fresh: SummedGrads, whole: SummedGrads) -> SummedGr
     before, after, parts = _by_table(old), _by_table(fresh), {}
     for k, (ids_U, sums_UD, counts_U) in _by_table(whole).items():
         if k in before and k in after:
-            joined = torch.zeros_like(sums_UD)
+            joined, (sorted_U, order_U) = torch.zeros_like(sums_UD), ids_U.sort()
             for ids_V, sums_VD, _ in (before[k], after[k]):
-                joined[_positions(ids_U, ids_V)] += sums_VD
+                joined[order_U[torch.searchsorted(sorted_U, ids_V)]] += sums_VD
             parts[k] = (ids_U, joined, counts_U)
         elif k in before or k in after:
             parts[k] = before.get(k) or after[k]
     return _summed_of(parts)
-
-
-def _positions(ids_U: Tensor, wanted_V: Tensor) -> Tensor:
-    """Where each wanted id stands among distinct ids."""
-    sorted_U, order_U = ids_U.sort()
-    return order_U[torch.searchsorted(sorted_U, wanted_V)]
-
-
-def _no_sums(table: int, sums_UD: Tensor) -> ShapeError:
-    return ShapeError(
-        f"sums of table {table}",
-        got=tuple(sums_UD.shape),
-        allowed="the shape of the gradient it replaces",
-        remedy="Read .grad first and change it in place.",
-    )

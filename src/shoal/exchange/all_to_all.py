@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
@@ -36,7 +37,7 @@ from shoal.exchange.partition import (
     reply_buffers,
     rows_of_groups,
 )
-from shoal.exchange.pooling import ReceivedRows, RequestPlans
+from shoal.exchange.pooling import RequestPlans
 from shoal.exchange.wire import RowBuffer, Wire, send_rows
 from shoal.placement import Placement
 from shoal.table import shard as scalars
@@ -98,7 +99,8 @@ class AllToAllExchange:
         self._scale = 1.0 / collectives.world_size if grad_reduce == "mean" else 1.0
         self._per_sender = per_sender_steps
         self.wire = Wire() if wire is None else wire
-        self._plans = RequestPlans(self._compiled)
+        mine = shard.specs, collectives.rank
+        self._plans = RequestPlans(partial(compile_send_plan, self.specs, placement, *mine))
         self._fetched: weakref.WeakKeyDictionary[Route, _Fetched] = weakref.WeakKeyDictionary()
         self._places: weakref.WeakKeyDictionary[Route, Places | None] = weakref.WeakKeyDictionary()
         self._in_flight: Pending | None = None
@@ -153,23 +155,12 @@ class AllToAllExchange:
         ids_N = request.ordered.values_N
         if ids_N.device != self.shard.device:
             remedy = "Move the batch to the shard's device."
-            allowed = self.shard.device
-            raise DTypeError(
-                "device of a request", got=ids_N.device, allowed=allowed, remedy=remedy
-            )
+            raise DTypeError("device of a request", ids_N.device, self.shard.device, remedy)
         self.collectives.step = ctx.global_step
-        outgoing = partition(self._plan_of(request), request.ordered)
-        sizes = self._collectives.exchange_sizes(
-            outgoing.header(
-                said(
-                    ctx.event_time_s,
-                    backs=self._backs,
-                    step=ctx.global_step if kind else 0,
-                    kind=kind,
-                )
-            ),
-            what="exchange of id counts",
-        )
+        outgoing = partition(self.send_plan(tuple(request.tables_G.tolist())), request.ordered)
+        step = ctx.global_step if kind else 0
+        header = outgoing.header(said(ctx.event_time_s, backs=self._backs, step=step, kind=kind))
+        sizes = self._collectives.exchange_sizes(header, what="exchange of id counts")
         return Sending(request, insert, ctx, outgoing, sizes)
 
     def probe(self, sending: Sending) -> Route:
@@ -185,19 +176,14 @@ class AllToAllExchange:
         transfer = self._transfer(sending)
         if self.on_transfer is not None:
             self.on_transfer(transfer)
-        lookups = self._lookups(transfer)
         here = StepContext(global_step=ctx.global_step, event_time_s=transfer.event_time_s)
-        tickets: list[Ticket] = []
-        for ids in lookups:
-            if sending.insert:
-                tickets.append(self._inserted(transfer, ids, here))
-            else:
-                tickets.append(ReadTicket(ids.groups, ids.counts_N))
-        return Route(sending.request, tuple(tickets), transfer.event_time_s, transfer)
-
-    def dispatch(self, request: Request, *, insert: bool, ctx: StepContext) -> Route:
-        """`probe(send(...))`."""
-        return self.probe(self.send(request, insert=insert, ctx=ctx))
+        tickets = tuple(
+            self._inserted(transfer, ids, here)
+            if sending.insert
+            else ReadTicket(ids.groups, ids.counts_N)
+            for ids in self._lookups(transfer)
+        )
+        return Route(sending.request, tickets, transfer.event_time_s, transfer)
 
     def fetch(self, route: Route, *, ctx: StepContext) -> None:
         """Begin to send back the route's rows as they are now."""
@@ -233,7 +219,7 @@ class AllToAllExchange:
             self.on_gradients(transfer)
         if self._in_flight is not None:
             self._in_flight.wait()
-        spread = self._received_rows(request).spread(
+        spread = self._plans.received(request).spread(
             grads,
             transfer.floats(),
             transfer.outgoing.offsets_N,
@@ -283,7 +269,13 @@ class AllToAllExchange:
             # If every rank holds all rows, all of them fail alike.
             alike = all(layout.replicated for layout in transfer.plan.buffers)
             if self._collectives.world_size > 1 and not alike:
-                self._left = _gone(error, self._collectives.rank, ctx.global_step)
+                self._left = CollectiveFailed(
+                    f"exchange between ranks on rank {self._collectives.rank}",
+                    got="a rank that left a lookup at step "
+                    f"{ctx.global_step}: {type(error).__name__}: {error}",
+                    allowed="ranks that take part in every lookup to its end",
+                    remedy="Start all ranks again from the last checkpoint, with more room.",
+                )
             raise
 
     def _sent_rows(self, route: Route, ctx: StepContext) -> _Fetched:
@@ -298,7 +290,7 @@ class AllToAllExchange:
         fetched = self._send_rows(transfer, flat_rows(transfer, rows), ctx.global_step)
         if route not in self._places:
             # While rows are on their way.
-            received = self._received_rows(route.request)
+            received = self._plans.received(route.request)
             self._places[route] = received.places(
                 transfer.outgoing.offsets_N, route.request.ordered
             )
@@ -315,22 +307,11 @@ class AllToAllExchange:
     ) -> tuple[Tensor, ...]:
         rows = (*fetched.pending.wait(), *fetched.home)
         offsets_N = fetched.transfer.outgoing.offsets_N
-        return self._received_rows(request).pool(rows, offsets_N, request.ordered, places)
-
-    def _plan_of(self, request: Request) -> SendPlan:
-        return self.send_plan(tuple(request.tables_G.tolist()))
+        return self._plans.received(request).pool(rows, offsets_N, request.ordered, places)
 
     def send_plan(self, tables_G: tuple[int, ...]) -> SendPlan:
         """The buffers of calls whose groups are of these tables."""
         return self._plans.send(tables_G)
-
-    def _compiled(self, tables_G: tuple[int, ...]) -> SendPlan:
-        return compile_send_plan(
-            self.specs, self.placement, self.shard.specs, self._collectives.rank, tables_G
-        )
-
-    def _received_rows(self, request: Request) -> ReceivedRows:
-        return self._plans.received(request.plan, tuple(request.tables_G.tolist()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -347,15 +328,6 @@ def _transfer_of(route: Route) -> Transfer:
     if route.transfer is None:
         raise _foreign("a route")
     return route.transfer
-
-
-def _gone(error: ShoalError, rank: int, step: int) -> CollectiveFailed:
-    return CollectiveFailed(
-        f"exchange between ranks on rank {rank}",
-        got=f"a rank that left a lookup at step {step}: {type(error).__name__}: {error}",
-        allowed="ranks that take part in every lookup to its end",
-        remedy="Start all ranks again from the last checkpoint, with more room.",
-    )
 
 
 def _foreign(what: str) -> ConfigError:

@@ -35,8 +35,7 @@ class Request(NamedTuple):
         return IdGroups(self.ordered.values_N, self.ordered.host_splits, self.tables_G)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Sending:
+class Sending(NamedTuple):
     """A dispatch that has begun: what `Exchange.send` returns and `probe` finishes.
 
     Args:
@@ -89,17 +88,14 @@ class Exchange(Protocol):
     @property
     def shard(self) -> Shard:
         """The shard of this process."""
-        ...
 
     @property
     def specs(self) -> tuple[TableSpec, ...]:
         """The whole tables that requests name; the shard may hold parts of them."""
-        ...
 
     @property
     def collectives(self) -> Collectives:
         """What carries ids, rows and gradients between ranks."""
-        ...
 
     def send(self, request: Request, *, insert: bool, ctx: StepContext) -> Sending:
         """Begin a dispatch: make ids distinct, group them by owner, send owners their number.
@@ -107,7 +103,6 @@ class Exchange(Protocol):
         insert: owners admit and insert unknown ids now; else they only read, and the rows come
         into being when gradients are applied.
         """
-        ...
 
     def probe(self, sending: Sending) -> Route:
         """Finish it: ids reach their owners, who find or insert them.
@@ -117,27 +112,18 @@ class Exchange(Protocol):
                 sender: of this and later senders). Other ranks fail at their next collective.
             CollectiveFailed: another rank failed.
         """
-        ...
-
-    def dispatch(self, request: Request, *, insert: bool, ctx: StepContext) -> Route:
-        """`probe(send(...))`."""
-        ...
 
     def fetch(self, route: Route, *, ctx: StepContext) -> None:
         """Begin to read the route's rows as they are now, for its next `combine`."""
-        ...
 
     def combine(self, route: Route, *, ctx: StepContext) -> tuple[Tensor, ...]:
         """The route's rows as they are now, or were at `fetch`: one [B, width] per output."""
-        ...
 
     def read(self, request: Request) -> tuple[Tensor, ...]:
         """Rows for inference, pooled; unknown ids read as zeros and are not inserted."""
-        ...
 
     def back(self, route: Route, grads: tuple[Tensor, ...]) -> PendingRecords:
         """Send the gradients of the outputs the same way back; the owner's records of them."""
-        ...
 
 
 class LocalExchange:
@@ -155,11 +141,8 @@ class LocalExchange:
         return Sending(request, insert, ctx)
 
     def probe(self, sending: Sending) -> Route:
-        """Find or insert the ids."""
-        return self.dispatch(sending.request, insert=sending.insert, ctx=sending.ctx)
-
-    def dispatch(self, request: Request, *, insert: bool, ctx: StepContext) -> Route:
         """Find or insert the ids, or only remember them."""
+        request, insert, ctx, *_ = sending
         groups = request.groups()
         ticket = self.shard.find_or_init(groups, ctx=ctx) if insert else ReadTicket(groups)
         return Route(request, (ticket,), ctx.event_time_s)

@@ -1,26 +1,31 @@
-"""From received rows to pooled outputs, and from their gradients to gradients of received rows."""
+"""From received rows to pooled outputs, and from their gradients to gradients of received rows.
+
+Received rows are those of hosted tables: whole tables, or column slices of them. A feature of a
+table with several column slices becomes one part per slice, and its plan slices are split at the
+slices' borders. One layout serves all outputs of one dtype.
+"""
 
 from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from shoal.exchange.local import Request
 from shoal.exchange.partition import SendPlan
-from shoal.exchange.pooling_plan import FeatureBlock, HostedColumns, OutputsLayout, compile_plan
 from shoal.kernels.host_copies import sent
-from shoal.lookup import PoolPlan
-from shoal.ops import (
-    fused_gather_embeddings_by_input,
-    fused_gather_embeddings_by_input_gradient,
-)
+from shoal.lookup import LookupTables, Output, Pool, PoolPlan, Slice, compile_tables
+from shoal.ops import fused_gather_embeddings_by_input, fused_gather_embeddings_by_input_gradient
 from shoal.ops.dispatch import backend_on, checks_bounds
 from shoal.ops.layout import layout_added, layout_backward, layout_forward
 from shoal.ragged import KeyedRagged
+from shoal.table import checks
 
 if TYPE_CHECKING:
     from shoal.exchange.pooling_cuda import DenseRows, Places
@@ -31,6 +36,105 @@ _UNIT = 16  # bytes that rows of a shard's memory are multiples of
 _MOST = 1 << 31  # rows or positions, exclusive, that kernels number
 # First position of each block, and what `pool` is given: offsets of rows, the ordered batch.
 _Positions = tuple[Sequence[int], Tensor, KeyedRagged]
+
+
+_REALS = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class HostedColumns:
+    """Columns [start, stop) of a table's rows, received side by side.
+
+    Args:
+        table: the table, by the number that a request's `tables_G` has for it.
+        start, stop: a received row is `stop - start` floats.
+        buffer: the flat buffer its rows lie in.
+    """
+
+    table: int
+    start: int
+    stop: int
+    buffer: int
+
+    @property
+    def width(self) -> int:
+        """Floats of a received row."""
+        return self.stop - self.start
+
+
+class FeatureBlock(NamedTuple):
+    """Positions of one feature in one hosted table; blocks follow each other hosted-major."""
+
+    group: int
+    columns: HostedColumns
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OutputsLayout:
+    """The outputs of one dtype.
+
+    Args:
+        dtype: of the outputs and the buffers.
+        buffers: numbers of the buffers, in the order the layout counts them.
+        outputs: the plan's outputs, in the order the layout counts them.
+        blocks: what the plan reads of which block, in the plan's order: a feature of the tables.
+        tables: how the blocks are pooled.
+        weighted: the same for rows that hold their weights and shares of a mean: means are sums.
+    """
+
+    dtype: torch.dtype
+    buffers: tuple[int, ...]
+    outputs: tuple[int, ...]
+    blocks: tuple[int, ...]
+    tables: LookupTables
+    weighted: LookupTables
+
+
+def _tables(
+    hosted: Sequence[HostedColumns], reals: Sequence[torch.dtype]
+) -> tuple[list[int], list[torch.dtype]]:
+    """Dim and dtype of each table that the hosted columns make up, as a placement has them."""
+    many = 1 + max((columns.table for columns in hosted), default=-1)
+    dims, table_reals = [0] * many, [torch.float32] * many
+    for columns in hosted:
+        dims[columns.table] = max(dims[columns.table], columns.stop)
+        table_reals[columns.table] = reals[columns.buffer]
+    return dims, table_reals
+
+
+def _layout(
+    plan: PoolPlan,
+    blocks: Sequence[FeatureBlock],
+    dtype: torch.dtype,
+    buffers: tuple[int, ...],
+    dtypes: Sequence[torch.dtype],
+) -> OutputsLayout:
+    outputs = tuple(i for i, of in enumerate(dtypes) if of == dtype)
+    numbers = {output: i for i, output in enumerate(outputs)}
+    numbered: list[int] = []
+    pools: list[Pool] = []
+    # Plan order: all of a feature's columns come before the next feature's.
+    for number, (group, columns) in sorted(enumerate(blocks), key=lambda item: item[1].group):
+        pool = plan.pools[group]
+        held = tuple(_held(pool.slices, columns, numbers))
+        if held and columns.buffer in buffers:
+            numbered.append(number)
+            pools.append(replace(pool, slices=held))
+    own = [Output(plan.outputs[i].width) for i in outputs]
+    sums = [replace(p, pooling="sum") if p.pooling == "mean" else p for p in pools]
+    tables, weighted = compile_tables(pools, own), compile_tables(sums, own)
+    return OutputsLayout(dtype, buffers, outputs, tuple(numbered), tables, weighted)
+
+
+def _held(
+    slices: Sequence[Slice], columns: HostedColumns, numbers: dict[int, int]
+) -> Iterator[Slice]:
+    """The slices as far as these columns hold them, of outputs by the layout's count."""
+    for part in slices:
+        start, stop = max(part.start, columns.start), min(part.stop, columns.stop)
+        if start < stop:
+            place = numbers.get(part.output, 0), part.column + start - part.start
+            yield Slice(start - columns.start, stop - columns.start, *place, step=part.stride)
 
 
 class ReceivedRows:
@@ -45,6 +149,9 @@ class ReceivedRows:
         reals: float32 or float64, of each receive buffer.
         dense: rows lie side by side in their receive buffer, and some position reads each.
 
+    Attributes:
+        dtypes: of each output.
+
     Raises:
         ConfigError, ShapeError, DTypeError: the plan does not fit its tables.
     """
@@ -58,24 +165,38 @@ class ReceivedRows:
         *,
         dense: bool = False,
     ) -> None:
-        self._compiled = compile_plan(plan, tables_G, hosted, reals)
+        self._plan = plan
+        self._tables = tuple(int(table) for table in tables_G)
         self._hosted = tuple(hosted)
         self._reals = tuple(reals)
         self._widths = tuple(output.width for output in plan.outputs)
-        self._groups = len(plan.pools)
-        self._plan = plan
-        self._tables = tuple(int(table) for table in tables_G)
-        self._fits = dense and _one_memory(plan, self._hosted, self._reals)
-        blocks = {block.group: k for k, block in enumerate(self._compiled.blocks)}
-        self._block_of = None if self._compiled.straight else [blocks[g] for g in sorted(blocks)]
+        self._fits = dense and _one_memory(plan, hosted, reals)
+        self.dtypes = checks.plan(plan, self._tables, *_tables(hosted, reals))
+        self._blocks = tuple(
+            FeatureBlock(group, columns)
+            for columns in hosted
+            for group, table in enumerate(self._tables)
+            if table == columns.table
+        )
+        of_dtype = {
+            dtype: tuple(b for b, real in enumerate(reals) if real == dtype) for dtype in _REALS
+        }
+        buffers = [columns.buffer for _, columns in self._blocks]
+        # Each block's buffer, by its layout's count.
+        self._buffers_K = [of_dtype[reals[buffer]].index(buffer) for buffer in buffers]
+        self._layouts = tuple(
+            _layout(plan, self._blocks, dtype, of_dtype[dtype], self.dtypes)
+            for dtype in _REALS
+            if of_dtype[dtype] or dtype in self.dtypes
+        )
+        groups = [block.group for block in self._blocks]
+        # Positions lie as the request's own.
+        self._straight = groups == list(range(len(self._tables)))
+        blocks = {group: k for k, group in enumerate(groups)}
+        self._block_of = None if self._straight else [blocks[g] for g in sorted(blocks)]
         self._dense: dict[torch.device, DenseRows] = {}
         self._static: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
         self._cells: dict[tuple[torch.dtype, int, torch.device], Tensor] = {}
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of each output."""
-        return self._compiled.dtypes
 
     def places(
         self, offsets_N: Tensor, ordered: KeyedRagged, *, backward: bool = True
@@ -127,7 +248,7 @@ class ReceivedRows:
         device, weighted = offsets_N.device, ordered.weights_N is not None
         index = self._index(starts, offsets_N, ordered)
         made: dict[int, Tensor] = {}
-        for layout in self._compiled.layouts:
+        for layout in self._layouts:
             tables = layout.weighted if weighted else layout.tables
             if not layout.blocks:
                 size, dtype = ordered.batch_size, layout.dtype
@@ -177,7 +298,7 @@ class ReceivedRows:
         device, weighted = offsets_N.device, ordered.weights_N is not None
         index = self._index(starts, offsets_N, ordered)
         made: dict[int, Tensor] = {}
-        for layout in self._compiled.layouts:
+        for layout in self._layouts:
             own = [grads[output] for output in layout.outputs]
             floats = [sizes[buffer] for buffer in layout.buffers]
             spread = [torch.zeros(size, dtype=layout.dtype, device=device) for size in floats]
@@ -185,8 +306,8 @@ class ReceivedRows:
                 tables = layout.weighted if weighted else layout.tables
                 if weighted:
                     floats = [
-                        (stop - start) * self._hosted[block.hosted].width
-                        for block, start, stop in self._blocks(starts)
+                        (stop - start) * block.columns.width
+                        for block, start, stop in self._spans(starts)
                     ]
                 cells = self._cells_of(layout, ordered.batch_size, device)
                 call = tables.on(device).call(*index, cells, [ordered.batch_size])
@@ -209,14 +330,14 @@ class ReceivedRows:
     def _starts(self, ordered: KeyedRagged) -> list[int]:
         """First position of each block, and the end."""
         cuts: list[int] = ordered.host_splits.tolist()
-        if self._compiled.straight:
+        if self._straight:
             return cuts
-        lengths = [cuts[b.group + 1] - cuts[b.group] for b in self._compiled.blocks]
+        lengths = [cuts[b.group + 1] - cuts[b.group] for b in self._blocks]
         return list(itertools.accumulate(lengths, initial=0))
 
-    def _blocks(self, starts: Sequence[int]) -> list[tuple[FeatureBlock, int, int]]:
+    def _spans(self, starts: Sequence[int]) -> list[tuple[FeatureBlock, int, int]]:
         """Each block, its first position and the one after its last."""
-        return list(zip(self._compiled.blocks, starts[:-1], starts[1:], strict=True))
+        return list(zip(self._blocks, starts[:-1], starts[1:], strict=True))
 
     def _index(
         self, starts: Sequence[int], offsets_N: Tensor, ordered: KeyedRagged
@@ -227,9 +348,9 @@ class ReceivedRows:
         """
         groups_K, buffers_K, widths_K = self._on(offsets_N.device)
         count, size, rows_N = offsets_N.shape[0], ordered.batch_size, offsets_N
-        numbers = set(self._compiled.buffers_K) or {0}
+        numbers = set(self._buffers_K) or {0}
         buffer_N = offsets_N.new_full((count,), min(numbers), dtype=torch.int32)
-        if len(numbers) == 1 and self._compiled.straight and ordered.weights_N is None:
+        if len(numbers) == 1 and self._straight and ordered.weights_N is None:
             return rows_N, buffer_N, ordered.offsets_FB1
         starts_K1 = sent(starts, offsets_N.device)
         if ordered.weights_N is not None:
@@ -239,12 +360,12 @@ class ReceivedRows:
             rows_N, buffer_N = within_N * widths_K[block_N], block_N.to(torch.int32)
         elif len(numbers) > 1:
             buffer_N = buffers_K.repeat_interleave(starts_K1.diff(), output_size=count)
-        if self._compiled.straight:
+        if self._straight:
             return rows_N, buffer_N, ordered.offsets_FB1
-        if size == 0 or not self._compiled.blocks:
+        if size == 0 or not self._blocks:
             return rows_N, buffer_N, offsets_N.new_zeros(1)
         splits_G1 = sent(ordered.host_splits.tolist(), offsets_N.device)
-        begins_FB = ordered.offsets_FB1[:-1].view(self._groups, size)
+        begins_FB = ordered.offsets_FB1[:-1].view(len(self._tables), size)
         moves_K = starts_K1[:-1] - splits_G1[groups_K]
         moved_KB = begins_FB.index_select(0, groups_K) + moves_K[:, None]
         return rows_N, buffer_N, torch.cat([moved_KB.view(-1), starts_K1[-1:]])
@@ -270,8 +391,8 @@ class ReceivedRows:
         starts, offsets_N, ordered = at
         factors_N, firsts = self._factors(layout, ordered), ordered.host_splits.tolist()
         found = []
-        for block, start, stop in self._blocks(starts):
-            hosted, first = self._hosted[block.hosted], firsts[block.group]
+        for block, start, stop in self._spans(starts):
+            hosted, first = block.columns, firsts[block.group]
             if hosted.buffer not in layout.buffers:
                 found.append(factors_N.new_empty(0))
                 continue
@@ -289,8 +410,8 @@ class ReceivedRows:
         summed = []
         for buffer in layout.buffers:
             parts, offsets, widths = [], [], []
-            for (block, start, stop), grad in zip(self._blocks(starts), spread, strict=True):
-                hosted, first = self._hosted[block.hosted], firsts[block.group]
+            for (block, start, stop), grad in zip(self._spans(starts), spread, strict=True):
+                hosted, first = block.columns, firsts[block.group]
                 if hosted.buffer == buffer:
                     factors_n = factors_N[first : first + stop - start]
                     parts.append(grad.view(-1, hosted.width) * factors_n)
@@ -306,17 +427,13 @@ class ReceivedRows:
 
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """int64 [K] feature, int32 [K] buffer and int64 [K] width of each block."""
-        found = self._static.get(device)
-        if found is None:
-            groups = [block.group for block in self._compiled.blocks]
-            widths = [self._hosted[block.hosted].width for block in self._compiled.blocks]
-            buffers_K = torch.tensor(self._compiled.buffers_K, dtype=torch.int32, device="cpu")
-            found = self._static[device] = (
-                torch.tensor(groups, dtype=torch.int64, device="cpu").to(device),
-                buffers_K.to(device),
-                torch.tensor(widths, dtype=torch.int64, device="cpu").to(device),
-            )
-        return found
+        if device not in self._static:
+            numbered = zip(self._blocks, self._buffers_K, strict=True)
+            rows = [(block.group, buffer, block.columns.width) for block, buffer in numbered]
+            static_K3 = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 3).to(device)
+            groups_K, buffers_K, widths_K = static_K3.unbind(1)
+            self._static[device] = groups_K, buffers_K.to(torch.int32), widths_K
+        return self._static[device]
 
     def _cells_of(self, layout: OutputsLayout, size: int, device: torch.device) -> Tensor:
         """int64 [1, features, 3]: a cell per example; made once per batch size."""
@@ -336,21 +453,18 @@ class RequestPlans:
 
     Args:
         compiled: makes the send plan of features that read the tables of these numbers.
+
+    Attributes:
+        send: the same; each plan is made once.
     """
 
     def __init__(self, compiled: Callable[[tuple[int, ...]], SendPlan]) -> None:
-        self._compiled = compiled
-        self._sends: dict[tuple[int, ...], SendPlan] = {}
+        self.send = cache(compiled)
         self._received: dict[tuple[int, tuple[int, ...]], tuple[PoolPlan, ReceivedRows]] = {}
 
-    def send(self, tables_G: tuple[int, ...]) -> SendPlan:
-        """The buffers of calls whose groups are of these tables."""
-        if tables_G not in self._sends:
-            self._sends[tables_G] = self._compiled(tables_G)
-        return self._sends[tables_G]
-
-    def received(self, plan: PoolPlan, tables_G: tuple[int, ...]) -> ReceivedRows:
+    def received(self, request: Request) -> ReceivedRows:
         """How the rows of a request come back and are pooled."""
+        plan, tables_G = request.plan, tuple(request.tables_G.tolist())
         key = id(plan), tables_G
         kept = self._received.get(key)
         if kept is None:

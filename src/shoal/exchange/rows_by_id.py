@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import prod
 from typing import Literal, TypeVar
 
 import torch
@@ -37,73 +38,42 @@ from shoal.table.values import Entry, RowChunk, TableStats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CallRows:
-    """Where the rows of a call's groups are: those of one dtype lie in one flat tensor, in order.
-
-    Args:
-        groups: of whole tables.
-        spans: (table, first position, end, first float of its rows) of each group of a table.
-        floats: by dtype, of all rows.
-    """
-
-    groups: IdGroups
-    spans: tuple[tuple[int, int, int, int], ...]
-    floats: dict[torch.dtype, int]
-
-    @classmethod
-    def of(cls, groups: IdGroups, specs: Sequence[TableSpec]) -> CallRows:
-        """Groups of other tables than `specs` have no rows."""
-        floats, spans = {torch.float32: 0, torch.float64: 0}, []
-        cuts = pairwise(groups.splits_G1.tolist())
-        for (start, stop), table in zip(cuts, groups.tables_G.tolist(), strict=True):
-            if 0 <= table < len(specs):
-                real = real_dtype(specs[table])
-                spans.append((table, start, stop, floats[real]))
-                floats[real] += (stop - start) * specs[table].dim
-        return cls(groups, tuple(spans), floats)
-
-    def split(self, flats: dict[torch.dtype, Tensor], specs: Sequence[TableSpec]) -> list[Tensor]:
-        """Rows [n, D] of each group."""
-        found = []
-        for table, start, stop, at in self.spans:
-            count, dim = stop - start, specs[table].dim
-            flat = flats[real_dtype(specs[table])]
-            found.append(flat[at : at + count * dim].view(count, dim))
-        return found
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Packed:
     """A call's ids in send buffers, duplicates as they are.
 
+    Rows of a call's groups that are of one dtype lie in one flat tensor, in order.
+
     Args:
         outgoing: the ids, and how often each occurs.
-        rows: where the call's rows are.
+        spans: (table, first position, end, first float of its rows) of each group of a table.
+        floats: by dtype, of all rows.
         positions: by buffer, the position in the call of each id that goes out.
         elements: by buffer, which of the call's flat rows' floats go with them.
         firsts: by buffer, whether each id stands for the first columns of its table.
     """
 
     outgoing: Outgoing
-    rows: CallRows
+    spans: tuple[tuple[int, int, int, int], ...]
+    floats: dict[torch.dtype, int]
     positions: tuple[Tensor, ...]
     elements: tuple[Tensor, ...]
     firsts: tuple[Tensor, ...]
 
 
 def pack(
-    plan: SendPlan,
-    groups: IdGroups,
-    counts_N: Tensor,
-    specs: Sequence[TableSpec],
-    *,
-    to_all: bool,
+    plan: SendPlan, groups: IdGroups, counts_N: Tensor, specs: Sequence[TableSpec], *, to_all: bool
 ) -> Packed:
     """Put the ids of a call into send buffers.
 
     to_all: ids of replicated tables go to every rank (writes); else they stay here (reads).
     """
-    rows, device = CallRows.of(groups, specs), groups.ids_N.device
+    floats_of, spans, device = {torch.float32: 0, torch.float64: 0}, [], groups.ids_N.device
+    cuts = pairwise(groups.splits_G1.tolist())
+    for (start, stop), table in zip(cuts, groups.tables_G.tolist(), strict=True):
+        if 0 <= table < len(specs):  # groups of other tables have no rows
+            real = real_dtype(specs[table])
+            spans.append((table, start, stop, floats_of[real]))
+            floats_of[real] += (stop - start) * specs[table].dim
     packed = []
     for layout in plan.buffers:
         everywhere = layout.replicated and to_all
@@ -111,7 +81,7 @@ def pack(
         none = torch.empty(0, dtype=torch.int64, device=device)
         positions, floats, keys = [none], [none], [none]
         for k, one in enumerate(layout.tables):
-            for table, start, stop, at in rows.spans:
+            for table, start, stop, at in spans:
                 if table != one.table:
                     continue
                 at_n = torch.arange(stop - start, device=device)
@@ -138,7 +108,8 @@ def pack(
         )
         packed.append((buffer, position_n, elements_E, first_K[key_n % tables]))
     buffers, places, elements, firsts = zip(*packed, strict=True)
-    return Packed(Outgoing(plan, buffers, groups.ids_N[:0]), rows, places, elements, firsts)
+    outgoing = Outgoing(plan, buffers, groups.ids_N[:0])
+    return Packed(outgoing, tuple(spans), floats_of, places, elements, firsts)
 
 
 def check_call(
@@ -175,8 +146,12 @@ def check_call(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrived:
-    """A call that reached this rank: its ids, and sets of rows [n, D] of their groups."""
+    """A call that reached this rank: its ids, and sets of rows [n, D] of their groups.
 
+    given_N: the ids that this rank sent.
+    """
+
+    given_N: Tensor
     packed: Packed
     transfer: Transfer
     ids: ReceivedIds
@@ -226,14 +201,19 @@ class RowsOverRanks:
         packed, half = call.packed, len(self._plan.buffers)
         flats = {
             real: torch.zeros(count, dtype=real, device=self.device)
-            for real, count in packed.rows.floats.items()
+            for real, count in packed.floats.items()
         }
         for layout, elements_E, data in zip(
             self._plan.buffers, packed.elements, replies[:half], strict=True
         ):
             flats[layout.real][elements_E] = data
         there_N = self._by_position(call, replies[half:], 0)
-        return Found(tuple(packed.rows.split(flats, self.specs)), there_N != 0)
+        rows = []
+        for table, start, stop, at in packed.spans:
+            shape = stop - start, self.specs[table].dim
+            flat = flats[real_dtype(self.specs[table])]
+            rows.append(flat[at : at + prod(shape)].view(shape))
+        return Found(tuple(rows), there_N != 0)
 
     def assign(self, groups: IdGroups, weights: Sequence[Tensor], *, ctx: StepContext) -> None:
         """Upsert weights; of duplicates the last wins, of ranks the highest."""
@@ -351,7 +331,14 @@ class RowsOverRanks:
         """One row in full, or None; every rank may ask for another."""
         checks.table_index(table, len(self.specs))
         asked = self._collectives.gather_objects((table, id), what="entry")
-        answers = [self._slices_of(*question) for question in asked]
+        answers = [
+            {
+                number: entry
+                for number, one in self._speaks_for(table)
+                if (entry := self._shard.entry(one.local, id)) is not None
+            }
+            for table, id in asked
+        ]
         everyone = self._collectives.gather_objects(answers, what="entry")
         found = {
             number: entry
@@ -388,10 +375,6 @@ class RowsOverRanks:
     def _counted(self, table: int | None = None) -> list[int]:
         """Tables of this rank's shard in which rows are counted: leftmost slices, replicas once."""
         return [one.local for _, one in self._speaks_for(table) if one.hosted.start == 0]
-
-    def _slices_of(self, table: int, id: int) -> dict[int, Entry]:
-        entries = {n: self._shard.entry(one.local, id) for n, one in self._speaks_for(table)}
-        return {number: entry for number, entry in entries.items() if entry is not None}
 
     def _combined(self, op: Literal["sum", "max"], number: int, what: str) -> int:
         number_1 = torch.tensor([number], device="cpu")
@@ -431,7 +414,7 @@ class RowsOverRanks:
             )
         counted_N = torch.zeros_like(here.ids_N) if counts_N is None or wrong else counts_N
         packed = pack(plan, here, counted_N, self.specs, to_all=to_all)
-        known = agree(
+        sizes, time_s, sets = agree(
             collectives,
             _METHODS,
             method,
@@ -441,8 +424,8 @@ class RowsOverRanks:
             wrong=wrong,
         )
         if not here.ids_N.numel():
-            ready = [()] * max(known.sets, min(len(values), 1))
-        transfer = Transfer(packed.outgoing, known.sizes, known.time_s)
+            ready = [()] * max(sets, min(len(values), 1))
+        transfer = Transfer(packed.outgoing, sizes, time_s)
         dtype = None if counts_N is None else torch.int64
         found = collectives.all_to_all(transfer.id_parts(dtype), what=method)
         rows = [
@@ -459,6 +442,7 @@ class RowsOverRanks:
         ]
         flat, each = send_rows(collectives, rows, None, what=method).wait(), len(plan.buffers)
         return Arrived(
+            here.ids_N,
             packed,
             transfer,
             received_ids(transfer, found.wait(), counted=counts_N is not None),
@@ -466,7 +450,7 @@ class RowsOverRanks:
                 rows_of_groups(transfer, flat[n * each : (n + 1) * each], 1)[0]
                 for n in range(len(ready))
             ),
-            replace(ctx, event_time_s=known.time_s),
+            replace(ctx, event_time_s=time_s),
         )
 
     def _numbers(
@@ -481,7 +465,7 @@ class RowsOverRanks:
     def _by_position(self, call: Arrived, replies: Sequence[Tensor], other: int) -> Tensor:
         """What the owners of each id's first columns replied, int32 [N]; else `other`."""
         packed = call.packed
-        numbers_N = torch.full_like(packed.rows.groups.ids_N, other, dtype=torch.int32)
+        numbers_N = torch.full_like(call.given_N, other, dtype=torch.int32)
         for position_n, first_n, data in zip(packed.positions, packed.firsts, replies, strict=True):
             numbers_N[position_n[first_n]] = data[first_n]
         return numbers_N

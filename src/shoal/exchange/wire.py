@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from shoal.comm.collectives import Arriving, Collectives, Part, Pending
-from shoal.errors import ConfigError
+from shoal.rules.rule import Allowed, Checked
 
 WireKind = Literal["bfloat16", "float16", "int8"]
+_KINDS = (*get_args(WireKind), None)
+Precision = Annotated[
+    WireKind | None,
+    Allowed(", ".join(map(str, _KINDS)), _KINDS.__contains__, "None sends rows as they are."),
+]
 Segments = Sequence[tuple[int, int]]
 
 _HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-_KINDS = (*get_args(WireKind), None)
 _SCALE_BYTES = 4
 _STEPS = 127
 
@@ -42,27 +46,13 @@ def encode(rows_E: Tensor, segments: Segments, kind: WireKind | None) -> Tensor:
     """
     if kind is None:
         return rows_E
-    if kind == "int8":
-        return _encode_bytes(rows_E, _merged(segments))
-    if kind == "float16":
-        largest = torch.finfo(torch.float16).max
-        rows_E = torch.where(rows_E.isinf(), rows_E, rows_E.clamp(-largest, largest))
-    return rows_E.to(_HALF[kind])
-
-
-def decode(
-    wire: Tensor, segments: Segments, kind: WireKind | None, real: torch.dtype = torch.float32
-) -> Tensor:
-    """Flat rows [sum of rows x width] of dtype `real` from their wire; the inverse of `encode`."""
-    if kind is None:
-        return wire
-    if kind == "int8":
-        return _decode_bytes(wire, _merged(segments), real)
-    return wire.to(real)
-
-
-def _encode_bytes(rows_E: Tensor, segments: Segments) -> Tensor:
-    size = sum(wire_elements(rows, width, "int8") for rows, width in segments)
+    if kind != "int8":
+        if kind == "float16":
+            largest = torch.finfo(torch.float16).max
+            rows_E = torch.where(rows_E.isinf(), rows_E, rows_E.clamp(-largest, largest))
+        return rows_E.to(_HALF[kind])
+    segments = _merged(segments)
+    size = sum(wire_elements(rows, width, kind) for rows, width in segments)
     wire = torch.empty(size, dtype=torch.uint8, device=rows_E.device)
     for values_ND, row_bytes in _runs(rows_E, wire, segments):
         if not values_ND.numel():  # rows of no columns: scales alone
@@ -72,6 +62,29 @@ def _encode_bytes(rows_E: Tensor, segments: Segments) -> Tensor:
         row_bytes[:, :_SCALE_BYTES] = scales_N1.view(torch.uint8)
         row_bytes[:, _SCALE_BYTES:] = steps_ND.view(torch.uint8)
     return wire
+
+
+def decode(
+    wire: Tensor, segments: Segments, kind: WireKind | None, real: torch.dtype = torch.float32
+) -> Tensor:
+    """Flat rows [sum of rows x width] of dtype `real` from their wire; the inverse of `encode`."""
+    if kind is None:
+        return wire
+    if kind != "int8":
+        return wire.to(real)
+    segments = _merged(segments)
+    size = sum(rows * width for rows, width in segments)
+    rows_E = torch.empty(size, dtype=real, device=wire.device)
+    for values_ND, row_bytes in _runs(rows_E, wire, segments):
+        if not values_ND.numel():
+            continue
+        # Copied to an address that a float may have.
+        scale_bytes = row_bytes[:, :_SCALE_BYTES].clone(memory_format=torch.contiguous_format)
+        scales_N1 = scale_bytes.view(torch.float32).to(real)
+        steps_ND = row_bytes[:, _SCALE_BYTES:].view(torch.int8).to(real)
+        torch.mul(steps_ND, scales_N1, out=values_ND)
+        values_ND.masked_fill_(steps_ND == 0, 0.0)  # 0 x infinity
+    return rows_E
 
 
 def _quantised(values_ND: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,21 +105,6 @@ def _quantised(values_ND: Tensor) -> tuple[Tensor, Tensor]:
     marks_ND = torch.where(values_ND < 0, -1.0, 1.0).masked_fill_(finite_ND, 0.0)
     steps_ND = torch.where(whole_N1, steps_ND, marks_ND.to(steps_ND.dtype))
     return scales_N1, steps_ND.to(torch.int8)
-
-
-def _decode_bytes(wire: Tensor, segments: Segments, real: torch.dtype) -> Tensor:
-    size = sum(rows * width for rows, width in segments)
-    rows_E = torch.empty(size, dtype=real, device=wire.device)
-    for values_ND, row_bytes in _runs(rows_E, wire, segments):
-        if not values_ND.numel():
-            continue
-        # Copied to an address that a float may have.
-        scale_bytes = row_bytes[:, :_SCALE_BYTES].clone(memory_format=torch.contiguous_format)
-        scales_N1 = scale_bytes.view(torch.float32).to(real)
-        steps_ND = row_bytes[:, _SCALE_BYTES:].view(torch.int8).to(real)
-        torch.mul(steps_ND, scales_N1, out=values_ND)
-        values_ND.masked_fill_(steps_ND == 0, 0.0)  # 0 x infinity
-    return rows_E
 
 
 def _runs(rows_E: Tensor, wire: Tensor, segments: Segments) -> Iterator[tuple[Tensor, Tensor]]:
@@ -132,7 +130,7 @@ def _merged(segments: Segments) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class Wire(Checked):
     """Precision of what travels between ranks; None sends values as they are.
 
     Tables keep their own precision: values are rounded on the way only. "int8" has one scale per
@@ -147,18 +145,8 @@ class Wire:
         ConfigError: an unknown precision.
     """
 
-    rows: WireKind | None = None
-    grads: WireKind | None = None
-
-    def __post_init__(self) -> None:
-        for kind in (self.rows, self.grads):
-            if kind not in _KINDS:
-                raise ConfigError(
-                    "precision on the wire",
-                    got=repr(kind),
-                    allowed=", ".join(map(str, _KINDS)),
-                    remedy="None sends rows as they are.",
-                )
+    rows: Precision = None
+    grads: Precision = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

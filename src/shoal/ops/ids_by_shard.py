@@ -1,6 +1,6 @@
 """Ids of one or many tables made distinct and packed by the shard that each goes to.
 
-Which shard that is: a rule of `RULES`, as `placement.ownership` has it, or what the caller gives.
+Which shard that is: a rule of `RULES`, as `placement` has it, or what the caller gives.
 """
 
 from __future__ import annotations

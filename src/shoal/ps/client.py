@@ -22,7 +22,7 @@ from shoal.exchange.partition import (
     partition,
     row_views,
 )
-from shoal.exchange.pooling import ReceivedRows, RequestPlans
+from shoal.exchange.pooling import RequestPlans
 from shoal.exchange.rows_by_id import check_call
 from shoal.exchange.wire import Wire
 from shoal.ps.calls import (
@@ -405,34 +405,27 @@ class ServerExchange:
         self._brought[route] = _Brought(outgoing, rows)
         return route
 
-    def dispatch(self, request: Request, *, insert: bool, ctx: StepContext) -> Route:
-        """`probe(send(...))`."""
-        return self.probe(self.send(request, insert=insert, ctx=ctx))
-
     def fetch(self, route: Route, *, ctx: StepContext) -> None:
         """The rows came with the lookup."""
 
     def combine(self, route: Route, *, ctx: StepContext) -> tuple[Tensor, ...]:
         """Pool the rows that the lookup brought."""
-        brought, received = self._brought[route], self._received_rows(route.request)
+        brought, received = self._brought[route], self._plans.received(route.request)
         return received.pool(brought.rows, brought.outgoing.offsets_N, route.request.ordered)
 
     def read(self, request: Request) -> tuple[Tensor, ...]:
         """Rows for inference, pooled; unknown ids read as zeros and are not inserted."""
         ctx = StepContext()
-        return self.combine(self.dispatch(request, insert=False, ctx=ctx), ctx=ctx)
+        return self.combine(self.probe(self.send(request, insert=False, ctx=ctx)), ctx=ctx)
 
     def back(self, route: Route, grads: tuple[Tensor, ...]) -> PendingRecords:
         """A record of the gradients of the lookup's distinct ids."""
         outgoing, rows = self._brought[route].outgoing, self._brought[route].rows
-        spread = self._received_rows(route.request).spread(
+        spread = self._plans.received(route.request).spread(
             grads, [part.numel() for part in rows], outgoing.offsets_N, route.request.ordered
         )
         record = GradRecord(route.ticket, _by_group(outgoing, spread))
         return Arriving(lambda: (record,))
-
-    def _received_rows(self, request: Request) -> ReceivedRows:
-        return self._plans.received(request.plan, tuple(request.tables_G.tolist()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

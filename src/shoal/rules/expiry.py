@@ -10,11 +10,9 @@ from torch import Tensor
 
 from shoal.errors import ConfigError
 from shoal.ids import BITS, FidLayout, max_slot, slot_of
-from shoal.rules.rule import Allowed, Checked, check, whole
+from shoal.rules.rule import Checked, check, whole
 
-__all__ = [
-    "Expiry",
-]
+__all__ = ["Expiry"]
 
 NEVER = -1  # for a time to live
 
@@ -84,12 +82,6 @@ class SlotRule(Checked):
             )
 
 
-_SECONDS = whole(0)
-Lifetime = Annotated[
-    int | None, Allowed(_SECONDS.words, lambda value: value is None or _SECONDS.fits(value))
-]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expiry(SlotRule):
     """A row is dropped if and only if now_s - last_seen_s >= its time to live.
@@ -100,7 +92,7 @@ class Expiry(SlotRule):
         fid_layout: where ids carry their slot; read only with `per_slot`.
     """
 
-    ttl_s: Lifetime = None
+    ttl_s: Annotated[int | None, whole(0).or_none()] = None
     per_slot: tuple[tuple[int, int], ...] = ()
     fid_layout: FidLayout = "v2"
 

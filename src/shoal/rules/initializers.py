@@ -220,11 +220,7 @@ def initial_values(
         return torch.full((ids_N.shape[0], dim), first, dtype=torch.float32, device=ids_N.device)
     second = others[0]
     words = column_words(
-        ids_N,
-        key=stream_key(seed, table),
-        column_start=column_start,
-        dim=dim,
-        domain=_INIT_DOMAIN,
+        ids_N, key=stream_key(seed, table), column_start=column_start, dim=dim, domain=_INIT_DOMAIN
     )
     if initializer.law == "uniform":
         unit = (words >> 8).to(torch.float32) * 2.0**-24

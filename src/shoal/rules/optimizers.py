@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError, InputError
-from shoal.rules.rule import NotNegative, Positive, Rule, Share
+from shoal.rules.rule import Allowed, NotNegative, Positive, Rule, Share
 from shoal.rules.schedules import Rate, Schedule, as_rate
 
 __all__ = [
@@ -219,6 +219,13 @@ class SignSGD(Optimizer):
         return w_UD * (1 - lr * self.weight_decay) - lr * torch.sign(grad_UD), state_US.clone()
 
 
+_PLAIN = Allowed(
+    "any rule but DelayCompensated",
+    lambda rule: isinstance(rule, Optimizer) and not isinstance(rule, DelayCompensated),
+    "Wrap a plain rule once.",
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DelayCompensated(Optimizer):
     """Another rule, fed a gradient corrected for staleness. State, rate and coupling: inner's.
@@ -235,18 +242,8 @@ class DelayCompensated(Optimizer):
     kind = "delay_compensated"
     params = ("strength",)
 
-    inner: Optimizer
+    inner: Annotated[Optimizer, _PLAIN]
     strength: NotNegative = 0.1
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.inner, Optimizer) or isinstance(self.inner, DelayCompensated):
-            raise ConfigError(
-                "inner of DelayCompensated",
-                got=type(self.inner).__name__,
-                allowed="any rule but DelayCompensated",
-                remedy="Wrap a plain rule once.",
-            )
-        Optimizer.__post_init__(self)
 
     @property
     def coupling(self) -> Coupling:  # type: ignore[override]
@@ -284,7 +281,7 @@ class Adagrad(Optimizer):
 
     kind = "adagrad"
     params = ("weight_decay", "eps")
-    vectors = ("initial_accumulator",)
+    vectors: ClassVar[Starts] = ("initial_accumulator",)
     denominator = ("initial_accumulator", "eps")
 
     lr: Rate = 0.001
@@ -296,34 +293,29 @@ class Adagrad(Optimizer):
         self, w_UD: Tensor, state_US: Tensor, grad_UD: Tensor, lr: float, ctx: RuleContext
     ) -> tuple[Tensor, Tensor]:
         grad_UD = grad_UD + self.weight_decay * w_UD
-        squares_UD = state_US + grad_UD * grad_UD
-        return w_UD - lr * grad_UD / (squares_UD.sqrt() + self.eps), squares_UD
+        state_US = state_US + self._squares(grad_UD)
+        return w_UD - lr * grad_UD / (state_US.sqrt() + self.eps), state_US
+
+    def _squares(self, grad_UD: Tensor) -> Tensor:
+        return grad_UD * grad_UD
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RowWiseAdagrad(Optimizer):
+class RowWiseAdagrad(Adagrad):
     """Adagrad with one accumulator per segment. State: n[1], from `initial_accumulator`.
 
     g' = g + weight_decay * w; n += mean(g'^2) over the segment; w -= lr * g' / (sqrt(n) + eps).
     """
 
     kind = "rowwise_adagrad"
-    params = ("weight_decay", "eps")
+    vectors = ()
     scalars = ("initial_accumulator",)
-    denominator = ("initial_accumulator", "eps")
     coupling = "segment"
 
     lr: Rate = 0.01
-    initial_accumulator: NotNegative = 0.1
-    weight_decay: NotNegative = 0.0
-    eps: NotNegative = 0.0
 
-    def step(
-        self, w_UD: Tensor, state_US: Tensor, grad_UD: Tensor, lr: float, ctx: RuleContext
-    ) -> tuple[Tensor, Tensor]:
-        grad_UD = grad_UD + self.weight_decay * w_UD
-        squares_U1 = state_US + (grad_UD * grad_UD).mean(dim=1, keepdim=True)
-        return w_UD - lr * grad_UD / (squares_U1.sqrt() + self.eps), squares_U1
+    def _squares(self, grad_UD: Tensor) -> Tensor:
+        return (grad_UD * grad_UD).mean(dim=1, keepdim=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -442,7 +434,7 @@ class Adam(Optimizer):
 
     kind = "adam"
     params = ("beta1", "beta2", "eps", "weight_decay", "nesterov")
-    vectors = (0, 0)
+    vectors: ClassVar[Starts] = (0, 0)
     scalars = ("beta1", "beta2")
 
     lr: Rate = 0.01
@@ -455,32 +447,28 @@ class Adam(Optimizer):
     def step(
         self, w_UD: Tensor, state_US: Tensor, grad_UD: Tensor, lr: float, ctx: RuleContext
     ) -> tuple[Tensor, Tensor]:
-        return _adam_step(self, w_UD, state_US, grad_UD, lr)
+        m_UD, v_UD, *largest, p1_U1, p2_U1 = _state(self, state_US)
+        grad_UD = grad_UD + self.weight_decay * w_UD
+        m_UD, v_UD = _moments(self, m_UD, v_UD, grad_UD)
+        largest = [torch.maximum(one_UD, v_UD) for one_UD in largest]
+        lead_UD = m_UD
+        if self.nesterov:
+            lead_UD = rest_of(self.beta1, m_UD) * grad_UD + self.beta1 * m_UD
+        rate_U1 = lr * (1 - p2_U1).sqrt() / (1 - p1_U1)
+        w_UD = w_UD - rate_U1 * lead_UD / ([v_UD, *largest][-1].sqrt() + self.eps)
+        powers = [p1_U1 * self.beta1, p2_U1 * self.beta2]
+        return w_UD, torch.cat([m_UD, v_UD, *largest, *powers], dim=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Amsgrad(Optimizer):
+class Amsgrad(Adam):
     """Adam whose denominator never shrinks. State: m[D], v[D], vhat[D], p1, p2.
 
     As Adam, with vhat = max(vhat, v) and w -= lr' * m / (sqrt(vhat) + eps).
     """
 
     kind = "amsgrad"
-    params = ("beta1", "beta2", "eps", "weight_decay", "nesterov")
     vectors = (0, 0, 0)
-    scalars = ("beta1", "beta2")
-
-    lr: Rate = 0.01
-    beta1: Share = 0.9
-    beta2: Share = 0.99
-    eps: Positive = 0.01
-    weight_decay: NotNegative = 0.0
-    nesterov: bool = False
-
-    def step(
-        self, w_UD: Tensor, state_US: Tensor, grad_UD: Tensor, lr: float, ctx: RuleContext
-    ) -> tuple[Tensor, Tensor]:
-        return _adam_step(self, w_UD, state_US, grad_UD, lr)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -514,7 +502,7 @@ class AdamW(Optimizer):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LAMB(Optimizer):
+class LAMB(AdamW):
     """AdamW's direction with a trust ratio per segment (You et al. 2020). State as Adam's.
 
     mhat = m / (1 - p1), vhat = v / (1 - p2); u = mhat / (sqrt(vhat) + eps) + weight_decay * w;
@@ -522,16 +510,9 @@ class LAMB(Optimizer):
     """
 
     kind = "lamb"
-    params = ("beta1", "beta2", "eps", "weight_decay")
-    vectors = (0, 0)
-    scalars = ("beta1", "beta2")
     coupling = "segment"
 
-    lr: Rate = 0.001
-    beta1: Share = 0.9
-    beta2: Share = 0.999
     eps: Positive = 1e-6
-    weight_decay: NotNegative = 0.01
 
     def step(
         self, w_UD: Tensor, state_US: Tensor, grad_UD: Tensor, lr: float, ctx: RuleContext
@@ -549,27 +530,11 @@ class LAMB(Optimizer):
 
 
 def _moments(
-    rule: Adam | AdamW | Amsgrad | LAMB, m_UD: Tensor, v_UD: Tensor, grad_UD: Tensor
+    rule: Adam | AdamW, m_UD: Tensor, v_UD: Tensor, grad_UD: Tensor
 ) -> tuple[Tensor, Tensor]:
     m_UD = m_UD + (grad_UD - m_UD) * rest_of(rule.beta1, m_UD)
     v_UD = v_UD + (grad_UD * grad_UD - v_UD) * rest_of(rule.beta2, v_UD)
     return m_UD, v_UD
-
-
-def _adam_step(
-    rule: Adam | Amsgrad, w_UD: Tensor, state_US: Tensor, grad_UD: Tensor, lr: float
-) -> tuple[Tensor, Tensor]:
-    m_UD, v_UD, *largest, p1_U1, p2_U1 = _state(rule, state_US)
-    grad_UD = grad_UD + rule.weight_decay * w_UD
-    m_UD, v_UD = _moments(rule, m_UD, v_UD, grad_UD)
-    largest = [torch.maximum(one_UD, v_UD) for one_UD in largest]
-    lead_UD = m_UD
-    if rule.nesterov:
-        lead_UD = rest_of(rule.beta1, m_UD) * grad_UD + rule.beta1 * m_UD
-    rate_U1 = lr * (1 - p2_U1).sqrt() / (1 - p1_U1)
-    w_UD = w_UD - rate_U1 * lead_UD / ([v_UD, *largest][-1].sqrt() + rule.eps)
-    powers = [p1_U1 * rule.beta1, p2_U1 * rule.beta2]
-    return w_UD, torch.cat([m_UD, v_UD, *largest, *powers], dim=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -597,14 +562,20 @@ class FTRL(Optimizer):
     ) -> tuple[Tensor, Tensor]:
         if lr == 0:
             return w_UD.clone(), state_US.clone()
-        root_UD, z_UD, state_US = _advance_ftrl(w_UD, state_US, grad_UD, lr)
+        n_UD, z_UD = state_US.chunk(2, dim=1)
+        squares_UD = n_UD + grad_UD * grad_UD
+        root_UD = squares_UD.sqrt()
+        z_UD = z_UD + grad_UD - (root_UD - n_UD.sqrt()) / lr * w_UD
+        return self._weights(root_UD, z_UD, lr), torch.cat([squares_UD, z_UD], dim=1)
+
+    def _weights(self, root_UD: Tensor, z_UD: Tensor, lr: float) -> Tensor:
         shrunk_UD = torch.sign(z_UD) * self.l1 - z_UD
         moved_UD = lr * shrunk_UD / (root_UD + self.beta + self.l2 * lr)
-        return torch.where(z_UD.abs() <= self.l1, torch.zeros_like(w_UD), moved_UD), state_US
+        return torch.where(z_UD.abs() <= self.l1, torch.zeros_like(z_UD), moved_UD)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GroupFTRL(Optimizer):
+class GroupFTRL(FTRL):
     """FTRL whose l1 acts on the segment as a whole. State: n[D], z[D].
 
     n and z as FTRL's; w = 0 if |z|_2 <= l1, else
@@ -612,26 +583,15 @@ class GroupFTRL(Optimizer):
     """
 
     kind = "group_ftrl"
-    params = ("beta", "l1", "l2")
-    vectors = ("initial_accumulator", 0)
-    denominator = ("beta", "initial_accumulator")
     coupling = "segment"
 
-    lr: Rate = 0.01
     beta: NotNegative = 1.0
     initial_accumulator: NotNegative = 0.0
-    l1: NotNegative = 0.0
-    l2: NotNegative = 0.0
 
-    def step(
-        self, w_UD: Tensor, state_US: Tensor, grad_UD: Tensor, lr: float, ctx: RuleContext
-    ) -> tuple[Tensor, Tensor]:
-        if lr == 0:
-            return w_UD.clone(), state_US.clone()
-        root_UD, z_UD, state_US = _advance_ftrl(w_UD, state_US, grad_UD, lr)
+    def _weights(self, root_UD: Tensor, z_UD: Tensor, lr: float) -> Tensor:
         norm_U1 = _norm_U1(z_UD)
         moved_UD = -z_UD * (1 - self.l1 / norm_U1) / ((root_UD + self.beta) / lr + self.l2)
-        return torch.where(norm_U1 <= self.l1, torch.zeros_like(w_UD), moved_UD), state_US
+        return torch.where(norm_U1 <= self.l1, torch.zeros_like(z_UD), moved_UD)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -667,17 +627,6 @@ class GroupAdagrad(Optimizer):
         norm_U1 = _norm_U1(z_UD)
         moved_UD = -rate_U1 * (norm_U1 - self.l2) / norm_U1 * z_UD
         return torch.where(norm_U1 <= self.l2, torch.zeros_like(w_UD), moved_UD), largest_U1
-
-
-def _advance_ftrl(
-    w_UD: Tensor, state_US: Tensor, grad_UD: Tensor, lr: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """New sqrt(n), new z, and the state that holds both n and z."""
-    n_UD, z_UD = state_US.chunk(2, dim=1)
-    squares_UD = n_UD + grad_UD * grad_UD
-    root_UD = squares_UD.sqrt()
-    z_UD = z_UD + grad_UD - (root_UD - n_UD.sqrt()) / lr * w_UD
-    return root_UD, z_UD, torch.cat([squares_UD, z_UD], dim=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

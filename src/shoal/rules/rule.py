@@ -15,10 +15,20 @@ from shoal.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What a field may hold, in words and as a test; stands in the field's annotation."""
+    """What a field may hold, in words and as a test; stands in the field's annotation.
+
+    remedy: of another value; "": to set one of these.
+    """
 
     words: str
     fits: Callable[[Any], bool]
+    remedy: str = ""
+
+    def or_none(self) -> Allowed:
+        """The same, or None."""
+        return Allowed(
+            f"None or {self.words}", lambda value: value is None or self.fits(value), self.remedy
+        )
 
 
 def is_number(value: Any) -> bool:
@@ -36,7 +46,9 @@ def at_least(low: float) -> Allowed:
     )
 
 
-def whole(low: int, high: float = math.inf, power_of_two: bool = False) -> Allowed:
+def whole(
+    low: int, high: float = math.inf, power_of_two: bool = False, *, remedy: str = ""
+) -> Allowed:
     """An int from `low` to `high`."""
     words = f"a whole number, at least {low}" + ("" if high == math.inf else f" and at most {high}")
     return Allowed(
@@ -47,7 +59,13 @@ def whole(low: int, high: float = math.inf, power_of_two: bool = False) -> Allow
             and low <= value <= high
             and not (power_of_two and value & (value - 1))
         ),
+        remedy,
     )
+
+
+def named(remedy: str) -> Allowed:
+    """A name."""
+    return Allowed("a str, not empty", lambda name: isinstance(name, str) and name != "", remedy)
 
 
 Finite = Annotated[float, Allowed("a finite number", is_number)]
@@ -57,7 +75,7 @@ Share = Annotated[float, Allowed("0 <= value < 1", lambda v: is_number(v) and 0 
 Steps = Annotated[int, whole(1)]
 
 
-def check(owner: object, name: str, value: object, allowed: Allowed) -> None:
+def check(owner: Checked, name: str, value: object, allowed: Allowed) -> None:
     """Check a value of a field.
 
     Raises:
@@ -65,10 +83,10 @@ def check(owner: object, name: str, value: object, allowed: Allowed) -> None:
     """
     if not allowed.fits(value):
         raise ConfigError(
-            f"{name} of {type(owner).__name__}",
+            f"{name} of {owner.described()}",
             got=repr(value),
             allowed=allowed.words,
-            remedy=f"Set {name} to a value in that range.",
+            remedy=allowed.remedy or f"Set {name} to a value in that range.",
         )
 
 
@@ -85,6 +103,10 @@ class Checked:
         for name, allowed in _fields(type(self)):  # type: ignore[arg-type]
             check(self, name, getattr(self, name), allowed)
 
+    def described(self) -> str:
+        """What errors call it."""
+        return type(self).__name__
+
 
 @cache
 def _fields(cls: type) -> tuple[tuple[str, Allowed], ...]:
@@ -92,7 +114,8 @@ def _fields(cls: type) -> tuple[tuple[str, Allowed], ...]:
     for name, hint in typing.get_type_hints(cls, include_extras=True).items():
         words = typing.get_args(hint)
         if typing.get_origin(hint) is Literal:
-            found.append((name, Allowed(", ".join(map(repr, words)), words.__contains__)))
+            fits = words.__contains__
+            found.append((name, Allowed(", ".join(map(repr, words)), fits, "Name one of them.")))
         found += [(name, one) for one in words if isinstance(one, Allowed)]
     return tuple(found)
 

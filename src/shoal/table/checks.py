@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,24 @@ def distinct_names(specs: Sequence[TableSpec]) -> None:
             got=names,
             allowed="distinct names",
             remedy="Merge equal tables or rename one.",
+        )
+
+
+def hosted_table(spec: TableSpec, hosted: Mapping[str, TableSpec]) -> None:
+    """Check that a table is among those of a shard, given by name.
+
+    Raises:
+        UnknownName: the shard has none of this name.
+        ConfigError: it has another spec.
+    """
+    if spec.name not in hosted:
+        raise unknown_name("table of the given shard", spec.name, hosted)
+    if hosted[spec.name] != spec:
+        raise ConfigError(
+            f"spec of table {spec.name!r}",
+            got="another spec than the given shard's",
+            allowed="the same spec",
+            remedy="Take the specs from shard.specs.",
         )
 
 
@@ -200,11 +218,7 @@ def bags(
 
 
 def bag_count(
-    count: int,
-    n: int,
-    offsets_GB1: Tensor,
-    weights_N: Tensor | None,
-    device: torch.device = _CPU,
+    count: int, n: int, offsets_GB1: Tensor, weights_N: Tensor | None, device: torch.device = _CPU
 ) -> int:
     """Check bag offsets and weights of a pooled call of G groups of n ids, but not what they
     hold; returns B.
@@ -234,10 +248,7 @@ def bag_count(
 
 
 def plan(
-    value: PoolPlan,
-    tables: Sequence[int],
-    dims: Sequence[int],
-    reals: Sequence[torch.dtype],
+    value: PoolPlan, tables: Sequence[int], dims: Sequence[int], reals: Sequence[torch.dtype]
 ) -> tuple[torch.dtype, ...]:
     """Check a pool plan against the tables of its groups; returns each output's dtype."""
     if len(value.pools) != len(tables):

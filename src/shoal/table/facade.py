@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from shoal.address import check_dense
-from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, unknown_name
+from shoal.errors import ConfigError, DTypeError, InputError, ShapeError
+from shoal.table import checks
 from shoal.table import shard as scalars
 from shoal.table.factory import make_shard
 from shoal.table.rows import real_dtype
@@ -64,19 +65,11 @@ class Table:
         if shard is None:
             shard = make_shard((spec,), seed=seed, device=device, host_rows=host_rows)
         self._shard: RowsById = shard
-        names = [hosted.name for hosted in self._shard.specs]
-        if spec.name not in names:
-            raise unknown_name("table of the given shard", spec.name, names)
-        self._index = names.index(spec.name)
-        self._spec = self._shard.specs[self._index]
-        if self._spec != spec:
-            raise ConfigError(
-                f"spec of table {spec.name!r}",
-                got="another spec than the given shard's",
-                allowed="the same spec",
-                remedy="Pass the spec of shard.specs.",
-            )
-        home = self._shard.device
+        hosted = {one.name: one for one in shard.specs}
+        checks.hosted_table(spec, hosted)
+        self._index = list(hosted).index(spec.name)
+        self._spec = hosted[spec.name]
+        home = shard.device
         # None: nothing is moved, and the shard says what it thinks of tensors on a device.
         self._device = None if home.type == "cpu" else home
         self._dtype = real_dtype(self._spec)
@@ -112,12 +105,7 @@ class Table:
         return self._shard.find(self._groups(ids)).weights[0]
 
     def find_or_init(
-        self,
-        ids: Ids,
-        counts: Ids | None = None,
-        *,
-        global_step: int = 0,
-        event_time_s: int = 0,
+        self, ids: Ids, counts: Ids | None = None, *, global_step: int = 0, event_time_s: int = 0
     ) -> Ticket:
         """Admit and insert what is missing; the ticket holds the rows.
 
@@ -292,30 +280,27 @@ class Table:
 
     def _rows(self, rows: Rows, groups: IdGroups, name: str) -> Tensor:
         want = (groups.ids_N.shape[0], self._spec.dim)
-        rows_ND = rows if isinstance(rows, Tensor) else _as_tensor(name, rows, self._dtype)
-        check_dense(name, rows_ND)
-        if rows_ND.dtype is not self._dtype:
-            raise _dtype(name, rows_ND, self._dtype)
-        if not isinstance(rows, Tensor) and want[0] == 0:
-            rows_ND = rows_ND.reshape(want)
-        if rows_ND.shape != want:
-            raise _shape(name, rows_ND, f"[N, D] = {list(want)}")
-        rows_ND = rows_ND.detach().resolve_neg().contiguous()
-        return rows_ND if self._device is None else _sent(rows_ND, self._device)
+        return self._given(name, rows, self._dtype, want, "[N, D]")
 
     def _counts(self, counts: Ids | None, groups: IdGroups) -> Tensor | None:
         if counts is None:
             return None
-        counts_N = (
-            counts if isinstance(counts, Tensor) else _as_tensor("counts", counts, torch.int64)
-        )
-        check_dense("counts", counts_N)
-        if counts_N.dtype is not torch.int64:
-            raise _dtype("counts", counts_N, torch.int64)
-        if counts_N.shape != groups.ids_N.shape:
-            raise _shape("counts", counts_N, f"[N] = {list(groups.ids_N.shape)}")
-        counts_N = counts_N.contiguous()
-        return counts_N if self._device is None else _sent(counts_N, self._device)
+        return self._given("counts", counts, torch.int64, groups.ids_N.shape, "[N]")
+
+    def _given(
+        self, name: str, given: Rows | Ids, dtype: torch.dtype, want: tuple[int, ...], form: str
+    ) -> Tensor:
+        """Numbers as the shard takes them."""
+        tensor = given if isinstance(given, Tensor) else _as_tensor(name, given, dtype)
+        check_dense(name, tensor)
+        if tensor.dtype is not dtype:
+            raise _dtype(name, tensor, dtype)
+        if not isinstance(given, Tensor) and want[0] == 0:
+            tensor = tensor.reshape(want)
+        if tensor.shape != want:
+            raise _shape(name, tensor, f"{form} = {list(want)}")
+        tensor = tensor.detach().resolve_neg().contiguous()
+        return tensor if self._device is None else _sent(tensor, self._device)
 
     def _rates(self, rates: Rates | None) -> dict[str, tuple[float, ...]]:
         if rates is None:

@@ -37,7 +37,12 @@ def make_shard(
     # Each shard is imported here only: specs and rules work where its machinery is missing.
     if where.type == "cpu":
         if host_rows is not None:
-            raise _no_cache(host_rows, device)
+            raise ConfigError(
+                "host_rows",
+                got=f"{host_rows} with device {device!r}",
+                allowed="a GPU's tables: on a CPU, rows are in host memory anyway",
+                remedy="Leave host_rows out, or choose device='cuda'.",
+            )
         from shoal.table.cpu.shard import CpuShard
 
         return CpuShard(specs, seed=seed)
@@ -55,47 +60,44 @@ def make_shard(
     return cast(Shard, cuda.CudaShard(specs, seed=seed, device=device, host_rows=host_rows))
 
 
-def remake_shard(
-    kind: type[Any], specs: Sequence[TableSpec], seed: int, device: str, settings: Mapping[str, Any]
-) -> Shard:
-    """An empty shard of a kind that is known already."""
+_Made = tuple[type[Any], Sequence[TableSpec], int, str, Mapping[str, Any]]
+
+
+def _made(shard: Shard, specs: Sequence[TableSpec]) -> _Made:
+    """What a shard of such tables is made of: kind, tables, seed, device and settings."""
+    return type(shard), specs, shard.seed, str(shard.device), getattr(shard, "settings", {})
+
+
+def _remade(made: _Made) -> Shard:
+    kind, specs, seed, device, settings = made
     # Kinds that live on one device only do not ask for it.
     asks = "device" in inspect.signature(kind).parameters
     named = {"device": device} if asks else {}
     return cast(Shard, kind(specs, seed=seed, **named, **settings))
 
 
+def shard_like(shard: Shard, specs: Sequence[TableSpec]) -> Shard:
+    """An empty shard of other tables, otherwise as a given one."""
+    return _remade(_made(shard, specs))
+
+
 def shard_copied(shard: Shard) -> tuple[Any, ...]:
     """How pickle, deepcopy and torch.save carry a shard: its rows and counts; no tickets."""
     every = range(len(shard.specs))
     rows, admission = [shard.export(k) for k in every], [shard.admission_state(k) for k in every]
-    made = (type(shard), shard.specs, shard.seed, str(shard.device))
-    return _copied, (*made, getattr(shard, "settings", {}), shard.last_step, rows, admission)
+    return _copied, (_made(shard, shard.specs), shard.last_step, rows, admission)
 
 
 def _copied(
-    kind: type[Any],
-    specs: Sequence[TableSpec],
-    seed: int,
-    device: str,
-    settings: Mapping[str, Any],
-    last_step: int,
-    rows: Sequence[RowChunk],
-    admission: Sequence[AdmissionState],
+    made: _Made, last_step: int, rows: Sequence[RowChunk], admission: Sequence[AdmissionState]
 ) -> Shard:
-    shard = remake_shard(kind, specs, seed, device, settings)
+    shard = _remade(made)
     shard.last_step = last_step
     for k, chunk in enumerate(rows):
         shard.load(k, chunk)
     for k, state in enumerate(admission):
         shard.load_admission_state(k, state)
     return shard
-
-
-def shard_like(shard: Shard, specs: Sequence[TableSpec]) -> Shard:
-    """An empty shard of other tables, otherwise as a given one."""
-    settings = getattr(shard, "settings", {})
-    return remake_shard(type(shard), specs, shard.seed, str(shard.device), settings)
 
 
 def resolve_device(device: str) -> str:
@@ -118,15 +120,6 @@ def _parsed(device: str) -> torch.device:
         got = repr(device)
         raise ConfigError("device of a table", got=got, allowed=_KNOWN, remedy=remedy)
     return where
-
-
-def _no_cache(host_rows: HostRows, device: str) -> ConfigError:
-    return ConfigError(
-        "host_rows",
-        got=f"{host_rows} with device {device!r}",
-        allowed="a GPU's tables: on a CPU, rows are in host memory anyway",
-        remedy="Leave host_rows out, or choose device='cuda'.",
-    )
 
 
 def _missing(where: torch.device) -> DeviceUnavailable | None:

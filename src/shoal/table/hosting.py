@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from shoal.placement import (
 )
 from shoal.rules.admission import sketch_block
 from shoal.table.shard import Shard
-from shoal.table.spec import Segment, TableSpec
+from shoal.table.spec import TableSpec
 from shoal.table.values import AdmissionState, Entry, RowChunk, TableStats
 
 
@@ -58,10 +58,16 @@ def hosted_spec(spec: TableSpec, hosted: Hosted) -> TableSpec:
     """
     _check_slice(spec, hosted)
     whole = hosted.start == 0 and hosted.stop == spec.dim
+    segments = []
+    for first, last, segment in spec.spans:
+        dim = min(last, hosted.stop) - max(first, hosted.start)
+        if dim > 0:
+            kept = segment if dim == segment.dim else dataclasses.replace(segment, dim=dim)
+            segments.append(kept)
     return dataclasses.replace(
         spec,
         name=spec.name if whole else f"{spec.name}[{hosted.start}:{hosted.stop}]",
-        segments=tuple(_segments_of(spec, hosted)),
+        segments=tuple(segments),
         capacity_rows=_share(spec.capacity_rows, hosted.shares),
         expected_rows=_share(spec.expected_rows, hosted.shares) or 0,
         hashed_as=spec.hashed_as if whole else spec.hash_name,
@@ -80,7 +86,7 @@ def hosted_specs(
     check_placement(specs, placement)
     if not 0 <= rank < placement.world_size:
         allowed = f"0..{placement.world_size - 1}"
-        raise _refused("rank of a placement", rank, allowed, "Ranks count from 0.")
+        raise ConfigError("rank of a placement", rank, allowed, "Ranks count from 0.")
     return tuple(
         hosted_spec(spec, one)
         for spec in specs
@@ -109,7 +115,7 @@ def check_placement(specs: Sequence[TableSpec], placement: Placement) -> None:
         if stop != spec.dim:
             remedy = "Place each column of each table exactly once."
             what = f"columns of table {spec.name!r} in a placement"
-            raise _refused(what, f"{stop} of them", f"all {spec.dim}", remedy)
+            raise ConfigError(what, f"{stop} of them", f"all {spec.dim}", remedy)
         for one in slices:
             _check_slice(spec, one)
             _check_sketch(spec, one)
@@ -164,7 +170,7 @@ def _nodes(world_size: int, local_world_size: int | None) -> list[tuple[int, ...
     size = world_size if local_world_size is None else local_world_size
     for what, value in (("world_size", world_size), ("local_world_size", size)):
         if value < 1:
-            raise _refused(f"{what} of a placement", value, "1 or more", "Count the ranks.")
+            raise ConfigError(f"{what} of a placement", value, "1 or more", "Count the ranks.")
     return [
         tuple(range(first, min(first + size, world_size))) for first in range(0, world_size, size)
     ]
@@ -176,37 +182,22 @@ def _weight(spec: TableSpec, hosted: Hosted) -> int:
     return rows * (spec.dim + spec.state_width) * (hosted.stop - hosted.start)
 
 
-def _segments_of(spec: TableSpec, hosted: Hosted) -> Iterator[Segment]:
-    for first, last, segment in _ranges(spec):
-        start, stop = max(first, hosted.start), min(last, hosted.stop)
-        if start < stop:
-            whole = stop - start == segment.dim
-            yield segment if whole else dataclasses.replace(segment, dim=stop - start)
-
-
-def _ranges(spec: TableSpec) -> Iterator[tuple[int, int, Segment]]:
-    """Columns [first, last) of each segment."""
-    first = 0
-    for segment in spec.segments:
-        yield first, first + segment.dim, segment
-        first += segment.dim
-
-
 def _check_slice(spec: TableSpec, hosted: Hosted) -> None:
     columns = f"[{hosted.start}, {hosted.stop})"
     if hosted.table != spec.name or hosted.stop > spec.dim:
         what = f"columns of table {spec.name!r} in a placement"
         got = f"{columns} of table {hosted.table!r}"
-        raise _refused(what, got, f"columns of 0..{spec.dim}", "Place each table by its name.")
-    for first, last, segment in _ranges(spec):
+        raise ConfigError(what, got, f"columns of 0..{spec.dim}", "Place each table by its name.")
+    for first, last, segment in spec.spans:
         coupling = segment.optimizer.coupling
         if coupling == "row":
             first, last = 0, spec.dim
-        if coupling != "element" and any(first < cut < last for cut in _edges(hosted)):
-            raise _refused(
+        if coupling != "element" and any(first < cut < last for cut in (hosted.start, hosted.stop)):
+            rule = type(getattr(segment.optimizer, "inner", segment.optimizer)).__name__
+            raise ConfigError(
                 f"column slice of table {spec.name!r}",
                 f"{columns}, which splits columns {first}..{last - 1} of segment {segment.name!r}",
-                f"splits outside them: a step of {_rule_name(segment)} reads the whole {coupling}",
+                f"splits outside them: a step of {rule} reads the whole {coupling}",
                 "Split between segments, split the table by rows, or use an element-wise rule.",
             )
 
@@ -219,7 +210,7 @@ def _check_sketch(spec: TableSpec, hosted: Hosted) -> None:
     cells = sketch_block(width) * BUCKETS
     starts = [rank_buckets(share, hosted.shares)[0] for share in range(hosted.shares)]
     if any(start * width % cells for start in starts):
-        raise _refused(
+        raise ConfigError(
             f"sketch_width of table {spec.name!r} with rows on {hosted.shares} ranks",
             width,
             "2^20 or more; on 2^k ranks, 2^(k + 4) or more",
@@ -227,21 +218,8 @@ def _check_sketch(spec: TableSpec, hosted: Hosted) -> None:
         )
 
 
-def _edges(hosted: Hosted) -> tuple[int, int]:
-    return hosted.start, hosted.stop
-
-
-def _rule_name(segment: Segment) -> str:
-    inner = getattr(segment.optimizer, "inner", segment.optimizer)
-    return type(inner).__name__
-
-
 def _share(rows: int | None, shares: int) -> int | None:
     return None if rows is None else -(-rows // shares)
-
-
-def _refused(what: str, got: object, allowed: str, remedy: str) -> ConfigError:
-    return ConfigError(what, got=got, allowed=allowed, remedy=remedy)
 
 
 def joined_entry(spec: TableSpec, found: Sequence[tuple[Hosted, Entry]]) -> Entry | None:
@@ -282,11 +260,7 @@ def joined_stats(spec: TableSpec, found: Sequence[tuple[Hosted, int, TableStats]
 
     Rows are counted in the leftmost slice, replicas once; bytes are all that is allocated.
     """
-    counted = [
-        stats
-        for one, rank, stats in found
-        if one.start == 0 and (not one.replicated or rank == one.ranks[0])
-    ]
+    counted = [stats for one, rank, stats in found if one.answers(rank)]
     everything = [stats for _, _, stats in found]
     once = ("rows", "inserted", "refused", "evicted", "nonfinite_skipped")
     numbers: dict[str, Any] = {
@@ -338,12 +312,11 @@ def _joined(name: str, columns: Sequence[tuple[Hosted, list[RowChunk], Tensor]])
 
 def slice_rates(spec: TableSpec, hosted: Hosted, rates: Sequence[float]) -> tuple[float, ...]:
     """Learning rates of a slice: of a table's, those of the segments it has columns of."""
-    first, kept = 0, []
-    for segment, rate in zip(spec.segments, rates, strict=True):
-        if max(first, hosted.start) < min(first + segment.dim, hosted.stop):
-            kept.append(rate)
-        first += segment.dim
-    return tuple(kept)
+    return tuple(
+        rate
+        for (first, last, _), rate in zip(spec.spans, rates, strict=True)
+        if max(first, hosted.start) < min(last, hosted.stop)
+    )
 
 
 def move_in(whole: Shard, part: Shard, placement: Placement, rank: int) -> None:
@@ -365,13 +338,12 @@ def move_in(whole: Shard, part: Shard, placement: Placement, rank: int) -> None:
 def hosted_rows(spec: TableSpec, hosted: Hosted, rank: int, chunk: RowChunk) -> RowChunk:
     """The rows of a chunk of a whole table that a rank holds, their columns and state only."""
     kept_R = _kept(spec, hosted, rank, chunk.ids)
-    state_RS = chunk.state[kept_R]
     columns = torch.tensor(_state_columns(spec, hosted), dtype=torch.int64, device="cpu")
     return RowChunk(
         table=hosted_spec(spec, hosted).name,
         ids=chunk.ids[kept_R],
         weights=chunk.weights[kept_R, hosted.start : hosted.stop].contiguous(),
-        state=state_RS[:, columns].contiguous(),
+        state=chunk.state[kept_R][:, columns].contiguous(),
         versions=chunk.versions[kept_R],
         last_seen_s=chunk.last_seen_s[kept_R],
         counts=chunk.counts[kept_R],
@@ -399,18 +371,16 @@ def _state_columns(spec: TableSpec, hosted: Hosted) -> list[int]:
     segments with an element-wise rule, whose state is so in each part, may be split.
     """
     columns: list[int] = []
-    first = at = 0
-    for segment in spec.segments:
-        rule, dim = segment.optimizer, segment.dim
-        width = rule.state_width(dim)
-        start, stop = max(first, hosted.start) - first, min(first + dim, hosted.stop) - first
-        if start < stop:
-            blocks = rule.state_width(1) - rule.state_width(0) if stop - start < dim else 0
-            if stop - start == dim:
-                columns.extend(range(at, at + width))
-            else:
-                for block in range(blocks):
-                    columns.extend(range(at + block * dim + start, at + block * dim + stop))
-                columns.extend(range(at + blocks * dim, at + width))
-        first, at = first + dim, at + width
+    at = 0
+    for first, last, segment in spec.spans:
+        start, stop = max(first, hosted.start) - first, min(last, hosted.stop) - first
+        dim, width = segment.dim, segment.state_width
+        if stop - start == dim:
+            columns.extend(range(at, at + width))
+        elif start < stop:
+            blocks = segment.optimizer.state_width(1) - segment.optimizer.state_width(0)
+            for block in range(blocks):
+                columns.extend(range(at + block * dim + start, at + block * dim + stop))
+            columns.extend(range(at + blocks * dim, at + width))
+        at += width
     return columns

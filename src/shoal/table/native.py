@@ -54,8 +54,8 @@ def table_dict(spec: TableSpec, seed: int) -> dict[str, Any]:
 
 def _segment_dicts(spec: TableSpec) -> list[dict[str, Any]]:
     segments = []
-    column = state_column = 0
-    for segment in spec.segments:
+    state_column = 0
+    for column, _, segment in spec.spans:
         rule: Optimizer = segment.optimizer
         strength = None
         if isinstance(rule, DelayCompensated):
@@ -74,7 +74,6 @@ def _segment_dicts(spec: TableSpec) -> list[dict[str, Any]]:
                 "retriever_params": segment.compressor.param_values(),
             }
         )
-        column += segment.dim
         state_column += segment.state_width
     return segments
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -43,7 +43,18 @@ class StepContext:
     nan_clip: float = 1.0
 
     def __post_init__(self) -> None:
-        step(self)
+        remedy = "Pass the number of optimizer steps done."
+        whole("global_step", self.global_step, 0, _MAX_STEP, remedy=remedy)
+        event_time(self.event_time_s)
+        if self.nan_policy not in _POLICIES:
+            got, allowed = repr(self.nan_policy), ", ".join(_POLICIES)
+            raise InputError("nan_policy", got, allowed, "Name one of them.")
+        allowed = "a finite number above 0"
+        _finite("nan_clip", self.nan_clip, allowed)
+        if self.nan_clip <= 0:
+            remedy = "Pass what infinities become, say 1.0."
+            raise InputError("nan_clip", self.nan_clip, allowed, remedy)
+        finite_rates(self.learning_rates)
 
 
 # Made at every call: a named tuple is made in a third of a frozen dataclass's time.
@@ -74,12 +85,10 @@ class Ticket(Protocol):
     @property
     def admitted_N(self) -> Tensor:
         """bool [N]: the id has a row."""
-        ...
 
     @property
     def found_N(self) -> Tensor:
         """bool [N]: the id had a row before this lookup."""
-        ...
 
     def end(self) -> None: ...
 
@@ -137,14 +146,12 @@ class RowsById(Protocol):
     @property
     def device(self) -> torch.device:
         """Where ids are given and rows are returned."""
-        ...
 
     @property
     def specs(self) -> tuple[TableSpec, ...]: ...
 
     def find(self, groups: IdGroups) -> Found:
         """Read rows; never inserts."""
-        ...
 
     def apply_ids(
         self,
@@ -160,46 +167,36 @@ class RowsById(Protocol):
         seen_weights: per group [n_g, D_g], the weights the gradients were computed at; only
         delay-compensated optimizers read it.
         """
-        ...
 
     def assign(self, groups: IdGroups, weights: Sequence[Tensor], *, ctx: StepContext) -> None:
         """Upsert weights; optimizer state of existing rows untouched. The last duplicate wins."""
-        ...
 
     def assign_add(self, groups: IdGroups, deltas: Sequence[Tensor], *, ctx: StepContext) -> None:
         """Add to rows; a missing id is initialised first. Duplicates add up."""
-        ...
 
     def reinitialize(self, groups: IdGroups, *, ctx: StepContext) -> Tensor:
         """Initial value and state again: int32 [N], 1 existed, 0 inserted, in input order."""
-        ...
 
     def evict(self, now_s: int) -> int:
         """Drop rows expired at event time `now_s`; returns how many. Never pinned ones.
 
         `capacity_rows` needs no eviction of its own: inserts keep it.
         """
-        ...
 
     def close_version(self) -> int:
         """Close the current version, open the next; returns the closed one. Waits for writers."""
-        ...
 
     def export(self, table: int) -> RowChunk:
         """All rows of a table, ordered by hash (placement.hash_ids)."""
-        ...
 
     def entry(self, table: int, id: int) -> Entry | None:
         """One row in full, or None."""
-        ...
 
     def size(self, table: int) -> int:
         """Rows of a table."""
-        ...
 
     def clear(self, table: int) -> None:
         """Drop all rows of a table. Live tickets make it raise TicketError."""
-        ...
 
     def stats(self) -> tuple[TableStats, ...]: ...
 
@@ -209,25 +206,22 @@ class RowsById(Protocol):
         Raises:
             NonFiniteGradient: a row's sum of gradients was not finite under nan_policy="raise".
         """
-        ...
 
 
-class Lookups(Protocol):
-    """Training lookups: a ticket holds rows until their gradients are applied; pooled reads.
+class Shard(RowsById, Protocol):
+    """All rows, of all tables, that one process owns. Many Python threads may call.
 
-    Offsets, weights and gradients are on the shard's device, and so are rows and sums.
+    Next to rows by id: training lookups, whose tickets hold rows until their gradients are applied,
+    and pooled reads, all on the shard's device; and rows in bulk for checkpoints, on the CPU.
+
+    Attributes:
+        last_step: global step of the last update: what reads without a step use (OneBit's scale).
     """
+
+    last_step: int
 
     @property
     def seed(self) -> int: ...
-
-    @property
-    def last_step(self) -> int:
-        """Global step of the last update: what reads without a step use (OneBit's scale)."""
-        ...
-
-    @last_step.setter
-    def last_step(self, step: int) -> None: ...
 
     def find_pooled(
         self, groups: IdGroups, plan: PoolPlan, offsets_GB1: Tensor, weights_N: Tensor | None
@@ -236,7 +230,6 @@ class Lookups(Protocol):
 
         offsets_GB1: int64 [G*B+1] into ids_N, group-major (as torchrec's KeyedJaggedTensor).
         """
-        ...
 
     def find_or_init(
         self, groups: IdGroups, counts_N: Tensor | None = None, *, ctx: StepContext
@@ -249,11 +242,9 @@ class Lookups(Protocol):
         Raises:
             TableFull: a table with on_full="raise" has no room; nothing was inserted.
         """
-        ...
 
     def gather(self, ticket: Ticket, *, ctx: StepContext) -> tuple[Tensor, ...]:
         """Read the ticket's rows now: one [n_g, D_g] per group."""
-        ...
 
     def gather_pooled(
         self,
@@ -265,28 +256,20 @@ class Lookups(Protocol):
         ctx: StepContext,
     ) -> tuple[Tensor, ...]:
         """Read and pool the ticket's rows now: one [B, width] per output."""
-        ...
 
     def apply(self, records: Sequence[GradRecord], *, ctx: StepContext) -> None:
         """Sum the gradients per row over all records, one optimizer step per admitted row.
 
         Stamps version, last-seen (max of event times) and count; ends the tickets.
         """
-        ...
 
     def sum_grads(self, records: Sequence[GradRecord]) -> SummedGrads:
         """The per-row sums `apply` would use, materialised; tickets stay live."""
-        ...
 
     def apply_summed(
         self, summed: SummedGrads, records: Sequence[GradRecord], *, ctx: StepContext
     ) -> None:
         """`apply` with sums the caller may have changed; ends the records' tickets."""
-        ...
-
-
-class BulkRows(Protocol):
-    """Rows in bulk, for checkpoints: each rank's own, on the CPU."""
 
     @property
     def incarnation(self) -> int:
@@ -294,11 +277,6 @@ class BulkRows(Protocol):
 
         For a cursor of another incarnation there is no snapshot but a full one.
         """
-        ...
-
-    def close_version(self) -> int:
-        """Close the current version, open the next; returns the closed one. Waits for writers."""
-        ...
 
     def release(self, version: int | None, consumer: str = "") -> None:
         """A consumer has all up to `version`; None: it wants no more.
@@ -313,7 +291,6 @@ class BulkRows(Protocol):
             version: one that is not closed yet stands for the last closed one; it never falls.
             consumer: whose cursor it is.
         """
-        ...
 
     def snapshot(self, since: Cursor | None = None) -> Snapshot:
         """Set a snapshot point and keep its rows; at most 8 snapshots are open at once.
@@ -329,7 +306,6 @@ class BulkRows(Protocol):
             InputError: too many snapshots are open, or `since` is of another incarnation or older
                 than the deletions that are kept: take a full one.
         """
-        ...
 
     def resume(self, version: int) -> Cursor:
         """After a load: close all versions up to `version` and keep deletions from here on.
@@ -340,7 +316,6 @@ class BulkRows(Protocol):
         Raises:
             InputError: a version below one that a row is stamped with, or outside [0, 2^32 - 2].
         """
-        ...
 
     def expect(self, table: int, rows: int) -> None:
         """So many rows in all are about to be loaded: a hint, so that nothing grows on the way.
@@ -349,15 +324,12 @@ class BulkRows(Protocol):
             InputError: rows is negative.
             DTypeError: no int.
         """
-        ...
 
     def load(self, table: int, chunk: RowChunk) -> None:
         """Upsert rows with their state and metadata."""
-        ...
 
     def admission_state(self, table: int) -> AdmissionState:
         """Admission counts of ids that have no row yet."""
-        ...
 
     def load_admission_state(self, table: int, state: AdmissionState) -> None:
         """Restore what `admission_state` returned.
@@ -365,18 +337,13 @@ class BulkRows(Protocol):
         Raises:
             ShapeError: the counters are of another kind or size than the spec's.
         """
-        ...
-
-
-class Shard(RowsById, Lookups, BulkRows, Protocol):
-    """All rows, of all tables, that one process owns. Many Python threads may call."""
 
 
 MIN_ID, MAX_ID = -(1 << 63), (1 << 63) - 1
 MAX_TIME_S = (1 << 32) - 1
 LAST_VERSION = (1 << 32) - 2  # one version must remain above that of any row
 
-_POLICIES = ("raise", "skip", "clip")
+_POLICIES = get_args(NanPolicy)
 _MAX_STEP = (1 << 63) - 1
 
 
@@ -414,28 +381,6 @@ def finite_rates(rates: Mapping[str, tuple[float, ...]]) -> None:
     for name, row in rates.items():
         for rate in row:
             _finite(f"learning rate of table {name!r}", rate, "finite numbers")
-
-
-def step(ctx: StepContext) -> None:
-    """Check the values of a step's context.
-
-    Raises:
-        DTypeError: a wrong type.
-        InputError: a value out of range, or an unknown policy.
-    """
-    remedy = "Pass the number of optimizer steps done."
-    whole("global_step", ctx.global_step, 0, _MAX_STEP, remedy=remedy)
-    event_time(ctx.event_time_s)
-    if ctx.nan_policy not in _POLICIES:
-        allowed, remedy = ", ".join(_POLICIES), "Name one of them."
-        got = repr(ctx.nan_policy)
-        raise InputError("nan_policy", got=got, allowed=allowed, remedy=remedy)
-    _finite("nan_clip", ctx.nan_clip, "a finite number above 0")
-    if ctx.nan_clip <= 0:
-        remedy = "Pass what infinities become, say 1.0."
-        allowed = "a finite number above 0"
-        raise InputError("nan_clip", got=ctx.nan_clip, allowed=allowed, remedy=remedy)
-    finite_rates(ctx.learning_rates)
 
 
 def _finite(what: str, value: Any, allowed: str) -> None:
@@ -541,7 +486,6 @@ class Snapshot(Protocol):
 
     def histogram(self, table: int, bits: int) -> Tensor:
         """Rows by the top `bits` of their hash: int64 [2^bits], bits in [0, 20]."""
-        ...
 
     def read(self, table: int, start: int, stop: int, *, state: bool = True) -> RowChunk:
         """Rows with `start <= h < stop`, ordered by h; 0 <= start <= stop <= HASHES.
@@ -549,19 +493,15 @@ class Snapshot(Protocol):
         Ranges may be asked for in any order, each as often as wanted; ascending order is quick.
         Without `state`, the chunk's state has no columns.
         """
-        ...
 
     def deleted(self, table: int) -> Tensor:
         """Ids int64 [U], by h, deleted in `(since, version]`, without a row at `version`."""
-        ...
 
     def give_way(self) -> None:
         """Leave cores to training: later reads use the calling thread only, where they had more."""
-        ...
 
     def close(self) -> None:
         """Forget it; nothing is copied for it from now on. May be called twice."""
-        ...
 
     def __enter__(self) -> Snapshot: ...
     def __exit__(

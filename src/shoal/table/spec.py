@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, get_args
+from itertools import accumulate
+from typing import Annotated, Literal
 
 from shoal.errors import ConfigError, unknown_name
 from shoal.rules.admission import Admission
@@ -12,6 +13,7 @@ from shoal.rules.compressors import Compressor, Float32
 from shoal.rules.expiry import Expiry
 from shoal.rules.initializers import Initializer, Uniform
 from shoal.rules.optimizers import Adagrad, Optimizer
+from shoal.rules.rule import Checked, named, whole
 
 RowDType = Literal["float32", "float16", "bfloat16", "float64"]
 ServedDType = Literal["float32", "float16", "bfloat16", "float64", "int8"]
@@ -24,9 +26,16 @@ _MAX_ROWS = (1 << 31) - 2
 _MAX_CAPACITY = (1 << 63) - 1
 _MAX_FIRST_COLUMN = (1 << 30) - 1
 
+_CAPACITY = whole(1, _MAX_CAPACITY, remedy="Leave it out for a table that grows.")
+_EXPECTED = whole(0, _MAX_ROWS, remedy="It is a hint: leave it out when unsure.")
+_BYTES = whole(
+    0, _MAX_CAPACITY, remedy="Give the device memory for rows; 0 keeps none between batches."
+)
+_PART = "Leave it out unless the table is part of another."
+
 
 @dataclass(frozen=True, kw_only=True)
-class Segment:
+class Segment(Checked):
     """A column range of a row with its own initializer, optimizer and compressor.
 
     Monolith calls it a slice.
@@ -42,17 +51,18 @@ class Segment:
         ConfigError: a `dim` out of range, or one that the optimizer cannot have.
     """
 
-    dim: int
+    dim: Annotated[int, whole(1, MAX_DIM, remedy="Split wider rows over several tables.")]
     name: str = "vec"
     initializer: Initializer = field(default_factory=Uniform)
     optimizer: Optimizer = field(default_factory=Adagrad)
     compressor: Compressor = field(default_factory=Float32)
 
     def __post_init__(self) -> None:
-        if not _is_whole(self.dim, 1, MAX_DIM):
-            allowed, remedy = f"an int, 1..{MAX_DIM}", "Split wider rows over several tables."
-            raise _refused(f"dim of segment {self.name!r}", self.dim, allowed, remedy)
+        Checked.__post_init__(self)
         self.optimizer.check_dim(self.dim)
+
+    def described(self) -> str:
+        return f"segment {self.name!r}"
 
     @property
     def state_width(self) -> int:
@@ -61,7 +71,7 @@ class Segment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableSpec:
+class TableSpec(Checked):
     """A named set of rows.
 
     Args:
@@ -84,20 +94,19 @@ class TableSpec:
         ConfigError: a value out of range, no segments, or two of one name.
     """
 
-    name: str
+    name: Annotated[str, named("Name the table.")]
     segments: tuple[Segment, ...]
     dtype: ServedDType = "float32"
-    capacity_rows: int | None = None
+    capacity_rows: Annotated[int | None, _CAPACITY.or_none()] = None
     on_full: OnFull = "raise"
-    expected_rows: int = 0
+    expected_rows: Annotated[int, _EXPECTED] = 0
     admission: Admission | None = None
     expiry: Expiry | None = None
-    hashed_as: str | None = None
-    first_column: int = 0
+    hashed_as: Annotated[str | None, named(_PART).or_none()] = None
+    first_column: Annotated[int, whole(0, _MAX_FIRST_COLUMN, remedy=_PART)] = 0
 
     def __post_init__(self) -> None:
-        self._check_limits()
-        self._check_origin()
+        Checked.__post_init__(self)
         if not self.segments:
             raise ConfigError(
                 f"segments of table {self.name!r}",
@@ -114,36 +123,8 @@ class TableSpec:
                 remedy="Name each segment: Segment(name=..., dim=...).",
             )
 
-    def _check_limits(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise _refused("name of a table", self.name, "a str, not empty", "Name the table.")
-        table = f"of table {self.name!r}"
-        if self.dtype not in get_args(ServedDType):
-            allowed = ", ".join(get_args(ServedDType))
-            raise _refused(f"dtype {table}", self.dtype, allowed, "Give the name as a str.")
-        if self.on_full not in get_args(OnFull):
-            allowed = ", ".join(get_args(OnFull))
-            raise _refused(f"on_full {table}", self.on_full, allowed, "Name one of them.")
-        if self.capacity_rows is not None and not _is_whole(self.capacity_rows, 1, _MAX_CAPACITY):
-            remedy = "Leave it out for a table that grows."
-            allowed = "None or at least 1, an int"
-            raise _refused(f"capacity_rows {table}", self.capacity_rows, allowed, remedy)
-        if not _is_whole(self.expected_rows, 0, _MAX_ROWS):
-            remedy = "It is a hint: leave it out when unsure."
-            allowed = f"an int, 0..{_MAX_ROWS}"
-            raise _refused(f"expected_rows {table}", self.expected_rows, allowed, remedy)
-
-    def _check_origin(self) -> None:
-        table = f"of table {self.name!r}"
-        if self.hashed_as is not None and (
-            not isinstance(self.hashed_as, str) or not self.hashed_as
-        ):
-            remedy = "Leave it out unless the table is part of another."
-            raise _refused(f"hashed_as {table}", self.hashed_as, "None or a name", remedy)
-        if not _is_whole(self.first_column, 0, _MAX_FIRST_COLUMN):
-            remedy = "Leave it out unless the table is part of another."
-            allowed = f"an int, 0..{_MAX_FIRST_COLUMN}"
-            raise _refused(f"first_column {table}", self.first_column, allowed, remedy)
+    def described(self) -> str:
+        return f"table {self.name!r}"
 
     @property
     def hash_name(self) -> str:
@@ -165,32 +146,28 @@ class TableSpec:
         """Optimizer-state width S, in floats."""
         return sum(segment.state_width for segment in self.segments)
 
+    @cached_property
+    def spans(self) -> tuple[tuple[int, int, Segment], ...]:
+        """Columns [start, stop) of each segment, and the segment."""
+        stops = accumulate(segment.dim for segment in self.segments)
+        return tuple((stop - s.dim, stop, s) for stop, s in zip(stops, self.segments, strict=True))
+
     def columns(self, segment: str) -> tuple[int, int]:
         """Column range [start, stop) of a segment.
 
         Raises:
             UnknownName: no such segment.
         """
-        start = 0
-        for candidate in self.segments:
+        for start, stop, candidate in self.spans:
             if candidate.name == segment:
-                return start, start + candidate.dim
-            start += candidate.dim
+                return start, stop
         raise unknown_name(
             f"segment of table {self.name!r}", segment, [s.name for s in self.segments]
         )
 
 
-def _is_whole(value: object, low: int, high: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-
-def _refused(what: str, got: object, allowed: str, remedy: str) -> ConfigError:
-    return ConfigError(what, got=repr(got), allowed=allowed, remedy=remedy)
-
-
 @dataclass(frozen=True, kw_only=True)
-class HostRows:
+class HostRows(Checked):
     """Rows of a GPU's tables in pinned host memory, those in use in a cache on the device.
 
     A shard has all its rows there, or, without this value, all on the device. Results do not
@@ -206,14 +183,5 @@ class HostRows:
         ConfigError: bad cache_bytes or policy.
     """
 
-    cache_bytes: int = 0
+    cache_bytes: Annotated[int, _BYTES] = 0
     policy: CachePolicy = "lru"
-
-    def __post_init__(self) -> None:
-        if not _is_whole(self.cache_bytes, 0, _MAX_CAPACITY):
-            remedy = "Give the device memory to use for rows; 0 keeps none between batches."
-            allowed = "an int, 0 or more"
-            raise _refused("cache_bytes of host_rows", self.cache_bytes, allowed, remedy)
-        if self.policy not in get_args(CachePolicy):
-            allowed = ", ".join(get_args(CachePolicy))
-            raise _refused("policy of host_rows", self.policy, allowed, "Name one of them.")

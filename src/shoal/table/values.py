@@ -84,9 +84,6 @@ class TableStats:
     on_host: bool = False
 
 
-_CURSOR_LIMITS = {"incarnation": 1 << 63, "version": 1 << 32}
-
-
 @dataclass(frozen=True, slots=True)
 class Cursor:
     """What one consumer of a shard holds: all rows and deletions up to a version.
@@ -103,15 +100,9 @@ class Cursor:
     version: int = 0
 
     def __post_init__(self) -> None:
-        for name, limit in _CURSOR_LIMITS.items():
-            value = getattr(self, name)
-            if type(value) is not int or not 0 <= value < limit:
-                raise InputError(
-                    f"{name} of a cursor",
-                    got=value,
-                    allowed=f"an int in [0, {limit})",
-                    remedy="Use the shard's incarnation and the version of a snapshot.",
-                )
+        remedy = "Use the shard's incarnation and the version of a snapshot."
+        _check_whole("incarnation of a cursor", self.incarnation, 1 << 63, remedy)
+        _check_whole("version of a cursor", self.version, 1 << 32, remedy)
 
 
 def released(version: int) -> int:
@@ -120,11 +111,11 @@ def released(version: int) -> int:
     Raises:
         InputError: not an int in [0, 2^32).
     """
-    if type(version) is not int or not 0 <= version < 1 << 32:
-        raise InputError(
-            "version to release",
-            got=version,
-            allowed="an int in [0, 2^32), or None",
-            remedy="Pass the smallest version of all consumers' cursors.",
-        )
+    remedy = "Pass the smallest version of all consumers' cursors, or None."
+    _check_whole("version to release", version, 1 << 32, remedy)
     return version
+
+
+def _check_whole(what: str, value: object, limit: int, remedy: str) -> None:
+    if type(value) is not int or not 0 <= value < limit:
+        raise InputError(what, got=value, allowed=f"an int in [0, {limit})", remedy=remedy)

@@ -14,7 +14,7 @@ import torch
 from shoal import comm
 from shoal.comm.benchmarks import benchmark_settings
 from shoal.comm.collectives import LocalCollectives
-from shoal.comm.flags import FLAGS, BackendFlags, Choice, Started, choose, read_flags, start
+from shoal.comm.flags import FLAGS, Backend, BackendFlags, Started, choose, read_flags, start
 from shoal.compat.monolith import sync_training
 from shoal.compat.monolith.sync_training import (
     BroadcastInitialState,
@@ -114,13 +114,13 @@ class Starts:
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
-        self.choices: list[Choice] = []
+        self.choices: list[Backend] = []
 
-    def __call__(self, choice: Choice) -> Started:
+    def __call__(self, choice: Backend) -> Started:
         self.choices.append(choice)
         if self.error is not None:
             raise self.error
-        return Started(choice.backend, 2, 4)
+        return Started(choice, 2, 4)
 
 
 @pytest.mark.parametrize("visible", [None, "5"])
@@ -392,14 +392,14 @@ def test_choice_of_backend(
     flags: BackendFlags, wanted: bool, here: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     choice = choose(flags, load=(lambda name: HOROVOD) if here else absent)
-    assert choice.backend == ("horovod" if wanted and here else "torch")
+    assert choice == ("horovod" if wanted and here else "torch")
     said = {"horovod": "collectives over Horovod", "torch": "collectives over torch.distributed"}
-    assert said[choice.backend] in caplog.text
+    assert said[choice] in caplog.text
     assert ("does not import" in caplog.text) is (wanted and not here)
 
 
 def test_horovod_itself_is_started() -> None:
-    found = start(Choice("horovod", ""), load=lambda name: HOROVOD)
+    found = start("horovod", load=lambda name: HOROVOD)
     assert found == Started("horovod", 1, 3)
 
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from shoal.embedding.combiners import Combiner, FirstN, ReduceMean, ReduceSum
 from shoal.embedding.layouts import Feature, Layout, LayoutKind, LayoutSlice, default_layouts
 from shoal.errors import ConfigError, DTypeError, InputError
-from shoal.exchange.pooling import ReceivedRows
-from shoal.exchange.pooling_plan import HostedColumns
+from shoal.exchange.pooling import HostedColumns, ReceivedRows
 from shoal.lookup import Output, Pool, PoolPlan, Slice
 from shoal.ops.dispatch import bounds_checks
 from shoal.table.spec import TableSpec

@@ -13,8 +13,7 @@ from shoal.embedding.combiners import FirstN, ReduceMean
 from shoal.embedding.layouts import Feature, Layout, LayoutSlice, compile_layouts, default_layouts
 from shoal.exchange.all_to_all import AllToAllExchange
 from shoal.exchange.local import Exchange, LocalExchange, Request
-from shoal.exchange.pooling import ReceivedRows
-from shoal.exchange.pooling_plan import HostedColumns
+from shoal.exchange.pooling import HostedColumns, ReceivedRows
 from shoal.lookup import Output, Pool, PoolPlan, Slice
 from shoal.ops.dispatch import bounds_checks
 from shoal.ragged import KeyedRagged
@@ -210,7 +209,7 @@ def test_an_exchange_trains_as_a_local_shard(early: bool) -> None:
         for exchange in exchanges:
             with forced("triton"):
                 request = Request(batch, batch, tables_G, plan)
-                route = exchange.dispatch(request, insert=True, ctx=ctx)
+                route = exchange.probe(exchange.send(request, insert=True, ctx=ctx))
                 if early:
                     exchange.fetch(route, ctx=ctx)
                 outputs.append(exchange.combine(route, ctx=ctx))

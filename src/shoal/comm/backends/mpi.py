@@ -12,16 +12,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from shoal.comm.collectives import (
-    Call,
-    Collectives,
-    Part,
-    Pending,
-    PendingSizes,
-    ReduceOp,
-    Sizes,
-    after,
-)
+from shoal.comm.collectives import Call, Collectives, Part, Pending, ReduceOp, after
 from shoal.comm.mismatched_calls import Calls
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
@@ -78,14 +69,6 @@ class MpiCollectives(Collectives):
                     [_as_bytes(result), list(part.receive), None, row],
                 )
         return after(call.wait, lambda: results)
-
-    def _exchange_sizes(self, sizes_WX: Tensor, what: str) -> PendingSizes:
-        call = _MpiCall(self, what)
-        sent_WX = sizes_WX.clone(memory_format=torch.contiguous_format)
-        received_WX = torch.empty_like(sent_WX)
-        if sent_WX.numel():
-            call.begin(self._comm.Ialltoall, sent_WX.numpy(), received_WX.numpy())
-        return after(call.wait, lambda: Sizes(sent_WX, received_WX))
 
     def _all_reduce(self, values: Tensor, op: ReduceOp, what: str) -> Pending:
         call = _MpiCall(self, what)

@@ -10,7 +10,6 @@ import socket
 import zlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
@@ -20,17 +19,8 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.address import address
-from shoal.comm.collectives import (
-    Arriving,
-    Call,
-    Collectives,
-    Part,
-    Pending,
-    PendingSizes,
-    ReduceOp,
-    Sizes,
-    after,
-)
+from shoal.comm.collectives import Arriving, Call, Collectives, Part, Pending, ReduceOp, after
+from shoal.comm.consensus import as_first_rank, together
 from shoal.comm.mismatched_calls import ALIKE, Calls
 from shoal.errors import ConfigError
 
@@ -40,6 +30,7 @@ _SLOT_BYTES = 256 << 10
 _LEAST_SLOT_BYTES = 16 << 10
 _MOST_BYTES = 256 << 20  # of all rings of a group
 _SLOTS = 4
+_INSTEAD = "Use the collectives over torch.distributed."
 _MOST_S = 1e9  # of a timeout; the core counts nanoseconds in 64 bits
 
 
@@ -52,16 +43,6 @@ def _home() -> tuple[str, str, str]:
     return socket.gethostname(), boot, os.readlink(own) if own.exists() else ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Offer:
-    """What each rank sends before the region is opened; only rank 0 has a name or an error."""
-
-    home: tuple[str, str, str]
-    name: str = ""
-    token: int = 0
-    error: str = ""
-
-
 def join(bootstrap: Collectives, timeout_s: float) -> _core.SharedGroup:
     """Create the region on rank 0, open it everywhere, and take its name away again.
 
@@ -69,64 +50,52 @@ def join(bootstrap: Collectives, timeout_s: float) -> _core.SharedGroup:
         ConfigError: the ranks cannot share memory; on every rank alike.
         CollectiveFailed: `bootstrap` failed.
     """
-    what = "shared memory"
-    mine = _Offer(_home())
-    region: _core.SharedRegion | None = None
-    if bootstrap.rank == 0:
-        region, mine = _create(bootstrap.world_size, mine.home)
-    try:
-        offers: list[_Offer] = bootstrap.gather_objects(mine, what=what)
-        homes = {offer.home for offer in offers}
-        if len(homes) > 1:
-            hosts = ", ".join(offer.home[0] for offer in offers)
-            raise refusal(
-                "hosts of the ranks", hosts, "one host, and one container, for all of them"
-            )
-        first = offers[0]
-        if first.error:
-            raise refusal("memory for the rings between ranks", first.error, "some MB in /dev/shm")
-        error = ""
-        if region is None:
-            try:
-                region = _core.SharedRegion.open(first.name, first.token)
-            except OSError as failure:
-                error = str(failure)
-        most_s = min(timeout_s, _MOST_S)
-        group = _core.SharedGroup(region, bootstrap.rank, most_s) if region else None
-        errors = bootstrap.gather_objects(error, what=what)
-    finally:
-        if mine.name:
-            _core.SharedRegion.unlink(mine.name)
-    if group is None or any(errors):
-        reasons = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text)
-        raise refusal("shared memory of the ranks", reasons, "memory that all of them can open")
-    group.watch_peers()
-    return group
-
-
-def _create(
-    world_size: int, home: tuple[str, str, str]
-) -> tuple[_core.SharedRegion | None, _Offer]:
+    homes = bootstrap.gather_objects(_home(), what="shared memory")
+    if len(set(homes)) > 1:
+        hosts = ", ".join(home[0] for home in homes)
+        raise refusal("hosts of the ranks", hosts, "one host, and one container, for all of them")
+    regions: list[_core.SharedRegion] = []
+    groups: list[_core.SharedGroup] = []
     name, token = f"/shoal-{secrets.token_hex(8)}", secrets.randbits(63)
+
+    def create() -> tuple[str, int]:
+        regions.append(_created(name, token, bootstrap.world_size))
+        return name, token
+
+    def attach(name: str, token: int) -> None:
+        region = regions[0] if regions else _core.SharedRegion.open(name, token)
+        groups.append(_core.SharedGroup(region, bootstrap.rank, min(timeout_s, _MOST_S)))
+
+    try:
+        there = as_first_rank(bootstrap, create, what="shared memory")
+        what = "shared memory of the ranks"
+        together(bootstrap, what, lambda: attach(*there), failed=ConfigError, remedy=_INSTEAD)
+    finally:
+        if regions:
+            _core.SharedRegion.unlink(name)
+    groups[0].watch_peers()
+    return groups[0]
+
+
+def _created(name: str, token: int, world_size: int) -> _core.SharedRegion:
     pairs = max(1, world_size * (world_size - 1))
     slot_bytes = _SLOT_BYTES
     while slot_bytes > _LEAST_SLOT_BYTES and pairs * _SLOTS * slot_bytes > _MOST_BYTES:
         slot_bytes //= 2
     while True:
         try:
-            region = _core.SharedRegion.create(name, token, world_size, slot_bytes)
-            return region, _Offer(home, name, token)
+            return _core.SharedRegion.create(name, token, world_size, slot_bytes)
         except OSError as error:
             if error.errno != errno.ENOSPC or slot_bytes <= _LEAST_SLOT_BYTES:
-                return None, _Offer(home, error=str(error))
+                what, allowed = "memory for the rings between ranks", "some MB in /dev/shm"
+                raise refusal(what, error, allowed) from error
         slot_bytes //= 2
         logger.warning("little space for shared memory: trying slots of %d KiB", slot_bytes >> 10)
 
 
 def refusal(what: str, got: object, allowed: str) -> ConfigError:
     """Build the error that says why there is no shared memory and what to use instead."""
-    remedy = "Use the collectives over torch.distributed."
-    return ConfigError(what, got=got, allowed=allowed, remedy=remedy)
+    return ConfigError(what, got=got, allowed=allowed, remedy=_INSTEAD)
 
 
 def _text_of(path: Path) -> str:
@@ -204,15 +173,6 @@ class SharedMemoryCollectives(Collectives):
         call = self._start(runs, what, (*(part.data for part in parts), *results))
         return after(partial(call.wait, self), lambda: results)
 
-    def _exchange_sizes(self, sizes_WX: Tensor, what: str) -> PendingSizes:
-        sent_WX = sizes_WX.clone(memory_format=torch.contiguous_format)
-        received_WX = torch.empty_like(sent_WX)
-        ones = (1,) * self.world_size
-        row_bytes = sent_WX.shape[1] * 8
-        runs: list[_Runs] = [(address(sent_WX), address(received_WX), row_bytes, ones, ones)]
-        call = self._start(runs, what, (sent_WX, received_WX))
-        return after(partial(call.wait, self), lambda: Sizes(sent_WX, received_WX))
-
     def _all_reduce(self, values: Tensor, op: ReduceOp, what: str) -> Pending:
         """In order of rank, the same bits on every rank; large values before this returns."""
         flat, ranks = values.view(-1), self.world_size
@@ -239,11 +199,6 @@ class SharedMemoryCollectives(Collectives):
             shares = tuple(flat.numel() if rank == source else 0 for rank in range(self.world_size))
             runs = [_from_all(flat, shares)]
         self._start(runs, what, (values,)).wait(self)
-
-    def barrier(self, *, what: str) -> None:
-        """See `Collectives`."""
-        with self._counted():
-            self._all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"), what).wait()
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         size = prod(shape) * dtype.itemsize

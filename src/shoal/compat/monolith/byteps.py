@@ -71,7 +71,7 @@ class NodeEnvironment:
 
 def node_environment(
     uuid: str,
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] = os.environ,
     *,
     address_of: Callable[[str], str] | None = None,
     folder: Path | None = None,
@@ -92,7 +92,6 @@ def node_environment(
         ConfigError: a value that a variable cannot have, a missing BYTEPS_NUMA_ID, or an
             interface that is not here.
     """
-    environ = os.environ if environ is None else environ
     rank, size, local_size = _place(environ)
     local_rank, node = rank % local_size, rank // local_size
     where = Path(tempfile.gettempdir()) if folder is None else folder
@@ -119,26 +118,18 @@ def node_environment(
     }
     variables |= {name: environ.get(name) or str(value) for name, value in bytes_by_name.items()}
     variables |= _mapped(environ, nic, variables)
+    every = tuple(sorted(variables.items()))
     return NodeEnvironment(
-        uuid=uuid,
-        rank=rank,
-        size=size,
-        local_rank=local_rank,
-        local_size=local_size,
-        node=node,
-        interface=nic,
-        address=address,
-        socket_folder=socket_folder,
-        variables=tuple(sorted(variables.items())),
+        uuid, rank, size, local_rank, local_size, node, nic, address, socket_folder, every
     )
 
 
 def apply_environment(
-    node: NodeEnvironment, environ: MutableMapping[str, str] | None = None
+    node: NodeEnvironment, environ: MutableMapping[str, str] = os.environ
 ) -> None:
     """Make the socket folder and set the variables, in the process's environment by default."""
     node.socket_folder.mkdir(parents=True, exist_ok=True)
-    (os.environ if environ is None else environ).update(node.variables)
+    environ.update(node.variables)
 
 
 def interface_address(interface: str) -> str:

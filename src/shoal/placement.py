@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Annotated, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -12,6 +14,33 @@ from torch import Tensor
 from shoal.address import check_dense
 from shoal.errors import ConfigError, DTypeError
 from shoal.ids import mix64, salt, to_signed
+from shoal.rules.rule import Allowed, Checked, named, whole
+
+__all__ = [
+    "BUCKETS",
+    "BUCKET_BITS",
+    "Hosted",
+    "Placement",
+    "Sharding",
+    "bucket_hashes",
+    "buckets_of",
+    "column_wise",
+    "data_parallel",
+    "floormod",
+    "grid",
+    "hash_ids",
+    "mix64",
+    "owners",
+    "rank_buckets",
+    "ranks_of",
+    "row_wise",
+    "salt",
+    "sharded",
+    "sort_key",
+    "table_row_wise",
+    "table_wise",
+    "unsigned_mod",
+]
 
 BUCKET_BITS = 16
 """Top bits of h that name a bucket."""
@@ -143,10 +172,21 @@ def _check_divisor(divisor: int) -> None:
 
 
 _FORMAT = "shoal-placement"
+_NOT_NEGATIVE = whole(0)
+_RANKS = Allowed(
+    f"a tuple of 1..{BUCKETS} distinct ranks, 0 or more each",
+    lambda ranks: (
+        isinstance(ranks, tuple)
+        and 0 < len(ranks) <= BUCKETS
+        and all(map(_NOT_NEGATIVE.fits, ranks))
+        and len(set(ranks)) == len(ranks)
+    ),
+    "Name each rank that holds rows once.",
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Hosted:
+class Hosted(Checked):
     """Columns [start, stop) of a table's rows, on the ranks that hold them.
 
     Args:
@@ -159,38 +199,20 @@ class Hosted:
         ConfigError: no such columns, no ranks, or a rank named twice.
     """
 
-    table: str
-    start: int
-    stop: int
-    ranks: tuple[int, ...]
-    replicated: bool = False
+    table: Annotated[str, named("Name the table that is placed.")]
+    start: Annotated[int, _NOT_NEGATIVE]
+    stop: Annotated[int, _NOT_NEGATIVE]
+    ranks: Annotated[tuple[int, ...], _RANKS]
+    replicated: Annotated[bool, Allowed("a bool", lambda value: isinstance(value, bool))] = False
 
     def __post_init__(self) -> None:
-        _require(
-            isinstance(self.table, str) and self.table != "",
-            "table of a placement",
-            repr(self.table),
-            "a name",
-            "Name the table that is placed.",
-        )
-        _require(
-            _whole(self.start) and _whole(self.stop) and self.start < self.stop,
-            f"columns of table {self.table!r} in a placement",
-            f"[{self.start!r}, {self.stop!r})",
-            "0 <= start < stop, ints",
-            "Give a slice one column or more.",
-        )
-        ranks = self.ranks
-        _require(
-            isinstance(ranks, tuple)
-            and 0 < len(ranks) <= BUCKETS
-            and all(_whole(rank) for rank in ranks)
-            and len(set(ranks)) == len(ranks),
-            f"ranks of table {self.table!r} in a placement",
-            repr(ranks),
-            f"a tuple of 1..{BUCKETS} distinct ranks, 0 or more each",
-            "Name each rank that holds rows once.",
-        )
+        Checked.__post_init__(self)
+        columns, remedy = f"[{self.start}, {self.stop})", "Give a slice one column or more."
+        what = f"columns of {self.described()}"
+        _require(self.start < self.stop, what, columns, "start < stop", remedy)
+
+    def described(self) -> str:
+        return f"table {self.table!r} in a placement" if self.table else "a placement"
 
     @property
     def shares(self) -> int:
@@ -218,7 +240,7 @@ class Hosted:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(Checked):
     """The ranks of all tables of a job.
 
     Args:
@@ -231,23 +253,40 @@ class Placement:
             replicated slice that is not on every rank.
     """
 
-    world_size: int
+    world_size: Annotated[int, whole(1, BUCKETS, remedy="Pass the number of ranks of the job.")]
     hosted: tuple[Hosted, ...]
 
     def __post_init__(self) -> None:
-        _require(
-            _whole(self.world_size) and 1 <= self.world_size <= BUCKETS,
-            "world_size of a placement",
-            repr(self.world_size),
-            f"1..{BUCKETS}",
-            "Pass the number of ranks of the job.",
-        )
+        Checked.__post_init__(self)
         ordered = tuple(sorted(self.hosted, key=lambda one: (one.table, one.start)))
         object.__setattr__(self, "hosted", ordered)
         for one in ordered:
-            self._check_ranks(one)
+            _require(
+                max(one.ranks) < self.world_size,
+                f"ranks of {one.described()}",
+                one.ranks,
+                f"0..{self.world_size - 1}",
+                "Place tables on ranks of the job.",
+            )
+            _require(
+                not one.replicated or sorted(one.ranks) == list(range(self.world_size)),
+                f"ranks of the replicated table {one.table!r}",
+                one.ranks,
+                f"all of 0..{self.world_size - 1}",
+                "Replicate a table on every rank, or split its rows.",
+            )
         for table in self.tables():
-            _check_columns(table, self.of(table))
+            slices = self.of(table)
+            _require(
+                [one.start for one in slices] == [0, *(one.stop for one in slices[:-1])],
+                f"column slices of table {table!r} in a placement",
+                ", ".join(f"[{one.start}, {one.stop})" for one in slices),
+                "slices that follow each other from column 0",
+                "Place each column exactly once.",
+            )
+
+    def described(self) -> str:
+        return "a placement"
 
     def of(self, table: str) -> tuple[Hosted, ...]:
         """The slices of a table in column order; none if the table is not placed."""
@@ -281,9 +320,8 @@ class Placement:
             value = json.loads(text)
             found = value.pop("hosted")
             hosted = [{**one, "ranks": tuple(one["ranks"])} for one in found]
-            kinds = {type(one["replicated"]) for one in hosted}
-            if value.pop("format") != _FORMAT or type(found) is not list or kinds - {bool}:
-                raise TypeError("another format, or replicated that is no bool")
+            if value.pop("format") != _FORMAT or type(found) is not list:
+                raise TypeError("another format")
             return cls(hosted=tuple(Hosted(**one) for one in hosted), **value)
         except ConfigError:
             raise
@@ -294,22 +332,6 @@ class Placement:
                 allowed="what Placement.to_json writes",
                 remedy="Write the placement again with to_json.",
             ) from None
-
-    def _check_ranks(self, one: Hosted) -> None:
-        _require(
-            max(one.ranks) < self.world_size,
-            f"ranks of table {one.table!r} in a placement",
-            one.ranks,
-            f"0..{self.world_size - 1}",
-            "Place tables on ranks of the job.",
-        )
-        _require(
-            not one.replicated or sorted(one.ranks) == list(range(self.world_size)),
-            f"ranks of the replicated table {one.table!r}",
-            one.ranks,
-            f"all of 0..{self.world_size - 1}",
-            "Replicate a table on every rank, or split its rows.",
-        )
 
 
 def owners(hosted: Hosted, hashes_N: Tensor) -> Tensor:
@@ -329,22 +351,106 @@ def owners(hosted: Hosted, hashes_N: Tensor) -> Tensor:
     return ranks_W[ranks_of(hashes_N, len(hosted.ranks))]
 
 
-def _check_columns(table: str, slices: tuple[Hosted, ...]) -> None:
-    edges = [0, *(one.stop for one in slices)]
-    starts = [one.start for one in slices]
-    _require(
-        starts == edges[:-1],
-        f"column slices of table {table!r} in a placement",
-        ", ".join(f"[{one.start}, {one.stop})" for one in slices),
-        "slices that follow each other from column 0",
-        "Place each column exactly once.",
-    )
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
 def _require(fine: bool, what: str, got: object, allowed: str, remedy: str) -> None:
     if not fine:
         raise ConfigError(what, got=got, allowed=allowed, remedy=remedy)
+
+
+Sharding = Literal[
+    "row_wise", "table_wise", "column_wise", "table_row_wise", "grid", "data_parallel"
+]
+
+_WIDE_LOAD = 4  # columns: one load of a row, and one block of random words
+
+
+def sharded(
+    kind: str, table: str, dim: int, nodes: Sequence[tuple[int, ...]], load_W: Sequence[int]
+) -> tuple[Hosted, ...]:
+    """The slices of a table by its sharding type, on the ranks or nodes that hold least so far.
+
+    Args:
+        kind: a `Sharding`.
+        table, dim: name and columns.
+        nodes: ranks of each node.
+        load_W: what each of W ranks holds so far, in any unit.
+
+    Raises:
+        ConfigError: no such type.
+    """
+    ranks = sorted(range(len(load_W)), key=load_W.__getitem__)
+    near = sorted(nodes, key=lambda node: sum(load_W[rank] for rank in node) / len(node))
+    slices = max(1, dim // _WIDE_LOAD)
+    match kind:
+        case "row_wise":
+            return row_wise(table, dim, len(load_W))
+        case "table_wise":
+            return table_wise(table, dim, ranks[0])
+        case "column_wise":
+            return column_wise(table, dim, ranks[:slices])
+        case "table_row_wise":
+            return table_row_wise(table, dim, near[0])
+        case "grid":
+            return grid(table, dim, near[:slices])
+        case "data_parallel":
+            return data_parallel(table, dim, len(load_W))
+    raise ConfigError(
+        f"sharding type of table {table!r}",
+        got=repr(kind),
+        allowed=", ".join(get_args(Sharding)),
+        remedy="Name one of them.",
+    )
+
+
+def row_wise(table: str, dim: int, world_size: int) -> tuple[Hosted, ...]:
+    """All columns, rows split over all ranks."""
+    return (Hosted(table, 0, dim, tuple(range(world_size))),)
+
+
+def table_wise(table: str, dim: int, rank: int) -> tuple[Hosted, ...]:
+    """The whole table on one rank."""
+    return (Hosted(table, 0, dim, (rank,)),)
+
+
+def column_wise(table: str, dim: int, ranks: Sequence[int]) -> tuple[Hosted, ...]:
+    """One column slice for each of `ranks`, as even as possible; a rank may occur several times.
+
+    Slices start at multiples of 4 columns if dim is one and each slice gets at least 4.
+
+    Raises:
+        ConfigError: more ranks than columns.
+    """
+    return grid(table, dim, tuple((rank,) for rank in ranks))
+
+
+def table_row_wise(table: str, dim: int, ranks: Sequence[int]) -> tuple[Hosted, ...]:
+    """All columns, rows split over some ranks: those of one node."""
+    return (Hosted(table, 0, dim, tuple(ranks)),)
+
+
+def grid(table: str, dim: int, column_nodes: Sequence[tuple[int, ...]]) -> tuple[Hosted, ...]:
+    """One column slice for each tuple of ranks, over which the slice's rows are split.
+
+    Slices as in `column_wise`.
+
+    Raises:
+        ConfigError: more slices than columns.
+    """
+    count = len(column_nodes)
+    if type(dim) is not int or not 0 < count <= dim:
+        raise ConfigError(
+            f"column slices of table {table!r}",
+            got=f"{count} of {dim!r} columns",
+            allowed="at least one, each with one column or more",
+            remedy="Split the table into fewer slices.",
+        )
+    unit = _WIDE_LOAD if dim % _WIDE_LOAD == 0 and dim // _WIDE_LOAD >= count else 1
+    cuts = [-(-k * (dim // unit) // count) * unit for k in range(count + 1)]
+    return tuple(
+        Hosted(table, start, stop, tuple(ranks))
+        for (start, stop), ranks in zip(pairwise(cuts), column_nodes, strict=True)
+    )
+
+
+def data_parallel(table: str, dim: int, world_size: int) -> tuple[Hosted, ...]:
+    """The whole table on every rank."""
+    return (Hosted(table, 0, dim, tuple(range(world_size)), replicated=True),)
