@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -56,8 +55,9 @@ def zeroed(tree: Any) -> Any:
 def hold_for(batch: Any, stream: torch.cuda.Stream) -> None:
     """Keep the memory of a batch's CUDA tensors until what `stream` was given by then is done."""
     for part in _leaves(batch):
-        for tensor in [part] if isinstance(part, Tensor) else _tensors_of(part):
-            if tensor.is_cuda:
+        own = [] if isinstance(part, Tensor) else [getattr(part, one.name) for one in fields(part)]
+        for tensor in (part, *own):
+            if isinstance(tensor, Tensor) and tensor.is_cuda:
                 tensor.record_stream(stream)
 
 
@@ -113,20 +113,13 @@ def _leaves(tree: Any) -> Iterator[Tensor | KeyedRagged | Ragged]:
     yield from found
 
 
-def _tensors_of(part: KeyedRagged | Ragged) -> Iterator[Tensor]:
-    for one in dataclasses.fields(part):
-        value = getattr(part, one.name)
-        if isinstance(value, Tensor):
-            yield value
-
-
 def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
     """A tree with its tensors and ids changed."""
     if isinstance(tree, Tensor | KeyedRagged | Ragged):
         return change(tree)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        parts = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if f.init}
-        return dataclasses.replace(tree, **{k: _mapped(v, change) for k, v in parts.items()})
+    if is_dataclass(tree) and not isinstance(tree, type):
+        parts = {f.name: getattr(tree, f.name) for f in fields(tree) if f.init}
+        return replace(tree, **{k: _mapped(v, change) for k, v in parts.items()})
     if isinstance(tree, Mapping):
         return {key: _mapped(value, change) for key, value in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -149,7 +142,7 @@ def _without_ids(part: KeyedRagged | Ragged) -> KeyedRagged | Ragged:
     ids_0 = torch.empty(0, dtype=torch.int64, device="cpu")
     made = KeyedRagged.from_lengths(part.keys, ids_0, lengths_FB)
     if weights_N is not None:
-        made = dataclasses.replace(made, weights_N=weights_N.cpu())
+        made = replace(made, weights_N=weights_N.cpu())
     return made.to(part.values_N.device)
 
 
