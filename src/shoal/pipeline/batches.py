@@ -146,9 +146,9 @@ def _without_ids(part: KeyedRagged | Ragged) -> KeyedRagged | Ragged:
     return made.to(part.values_N.device)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Reading:
-    """One answer of a source.
+    """One answer of a source, and the batch in flight.
 
     Args:
         index: which batch was asked for.
@@ -157,6 +157,8 @@ class Reading:
         weight: what it weighs in a loss.
         error: what the source raised instead.
         sent: on CUDA, the event after which the batch is there.
+        idle: it has no ids, and stands for the batch of a rank whose data has ended.
+        fetched: on CUDA, the event after which its rows are there.
     """
 
     index: int
@@ -165,6 +167,8 @@ class Reading:
     weight: float = 0.0
     error: BaseException | None = None
     sent: torch.cuda.Event | None = None
+    idle: bool = False
+    fetched: torch.cuda.Event | None = None
 
 
 class Prefetcher:
@@ -187,8 +191,9 @@ class Prefetcher:
         self._asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Reading] = queue.SimpleQueue()
         stopped = threading.Event()
-        # The thread holds no reference to this object, so that dropping it ends the thread.
-        self._close = weakref.finalize(self, _stop, stopped, self._asked)
+        # Ends the thread, after the batch it is reading; a second call does nothing. The thread
+        # holds no reference to this object, so that dropping it ends the thread, too.
+        self.close = weakref.finalize(self, _stop, stopped, self._asked)
         self.thread = threading.Thread(
             target=_read_ahead,
             args=(partial(_read, source, device, weigh, held_for), device),
@@ -205,10 +210,6 @@ class Prefetcher:
     def take(self) -> Reading:
         """The next answer, in the order asked; waits for it."""
         return self._answers.get()
-
-    def close(self) -> None:
-        """End the thread, after the batch it is reading; a second call does nothing."""
-        self._close()
 
 
 def _stop(stopped: threading.Event, asked: queue.SimpleQueue[int | None]) -> None:

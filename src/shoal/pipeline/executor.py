@@ -21,15 +21,6 @@ from shoal.pipeline.voting import Ballot, Tally
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Slot:
-    """A batch in flight."""
-
-    reading: Reading
-    idle: bool = False
-    fetched: torch.cuda.Event | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Round:
     """One trained batch.
@@ -96,7 +87,7 @@ class Executor:
                 self._early = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
                 streams = (*streams, self._early)
         self._loader = Prefetcher(source, device, stages.weight_of, streams)
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, Reading] = {}
         self._cast: dict[int, tuple[Pending, int]] = {}
         # What a rank without data trains on: its first batch, or another rank's, without ids.
         self._empty: Any = None
@@ -152,7 +143,7 @@ class Executor:
 
     def _take_loaded(self) -> None:
         reading = self._loader.take()
-        self._slots[reading.index] = _Slot(reading)
+        self._slots[reading.index] = reading
         if reading.found and self._empty is None:
             self._empty = batches.emptied(reading.batch)
         self._follow(scheduler.loaded(self._state, reading.found))
@@ -160,15 +151,14 @@ class Executor:
     def _batch(self, index: int) -> Any:
         """The batch to run a stage with: this rank's, or one without ids."""
         slot = self._slots.get(index)
-        if slot is None or not slot.reading.found:
+        if slot is None or not slot.found:
             # A new object each time: lookups go by the identity of their batch.
-            empty = Reading(index, True, batches.emptied(self._empty))
-            slot = self._slots[index] = _Slot(empty, idle=True)
-        return slot.reading.batch
+            empty = batches.emptied(self._empty)
+            slot = self._slots[index] = Reading(index, True, empty, idle=True)
+        return slot.batch
 
     def _vote(self, command: Command) -> None:
-        slot = self._slots.get(command.index)
-        reading = Reading(command.index, False) if slot is None else slot.reading
+        reading = self._slots.get(command.index) or Reading(command.index, False)
         wants_snapshot = self._snapshot_before is not None and self._snapshot_before(command.index)
         room = self._stages.room()
         ballot = Ballot(
@@ -191,11 +181,11 @@ class Executor:
         (every_WX,) = pending.wait()
         ballots = [Ballot.of(row) for row in every_WX.tolist()]
         slot = self._slots.get(command.index)
-        if slot is not None and slot.reading.error is not None:
-            raise slot.reading.error
+        if slot is not None and slot.error is not None:
+            raise slot.error
         facts = self._tally.settle(ballots, probed)
         if command.index == 0 and facts.train:
-            self._wait(None if slot is None else slot.reading.sent)
+            self._wait(None if slot is None else slot.sent)
             self._share_empty([ballot.found for ballot in ballots])
         return facts
 
@@ -231,7 +221,7 @@ class Executor:
     def _begin(self, command: Command) -> None:
         batch = self._batch(command.index)
         with self._on_early_stream():
-            self._wait(self._slots[command.index].reading.sent)
+            self._wait(self._slots[command.index].sent)
             self._stages.begin(batch)
 
     def _probe(self, command: Command) -> None:
@@ -246,22 +236,22 @@ class Executor:
 
     def _forward(self, command: Command) -> None:
         slot = self._slots[command.index]
-        self._wait(slot.reading.sent)
+        self._wait(slot.sent)
         self._wait(slot.fetched)
         step = self._stages.forward(
-            slot.reading.batch, last=self._ends_window(command.index), idle=slot.idle
+            slot.batch, last=self._ends_window(command.index), idle=slot.idle
         )
         if slot.idle:
             step = Step(batches.zeroed(step.losses), None)
-        batch = None if slot.idle else slot.reading.batch
-        self._forwarded = Round(command.index, step, batch, slot.reading.weight)
+        batch = None if slot.idle else slot.batch
+        self._forwarded = Round(command.index, step, batch, slot.weight)
 
     def _backward(self, command: Command) -> None:
         size = self._settings.accumulation
         first = command.index // size * size
         stop = first + size if self._state.end is None else min(first + size, self._state.end)
         total = self._tally.weight(first, stop)
-        own = self._slots[command.index].reading.weight
+        own = self._slots[command.index].weight
         # Gradients are averaged over ranks.
         share = own / total * self._control.world_size if total else 0.0
         self._stages.backward(share, last=self._ends_window(command.index))
@@ -290,7 +280,7 @@ class Executor:
 
     def _drop(self, command: Command) -> None:
         slot = self._slots.pop(command.index)
-        self._dropped += slot.reading.found
+        self._dropped += slot.found
         self._stages.drop()
 
     def _stop(self, command: Command) -> None:
