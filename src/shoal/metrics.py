@@ -212,7 +212,7 @@ class BinaryMetrics:
         return BinaryResult(
             examples=self._examples,
             weight=weight,
-            auc=self._kept_auc() if self._exact_auc else self.running_auc(),
+            auc=_auc_of(*self._every()) if self._exact_auc else self.running_auc(),
             log_loss=mean_loss,
             normalized_entropy=_ratio(mean_loss, _entropy(mean_label)),
             calibration=_ratio(prediction, label),
@@ -221,9 +221,6 @@ class BinaryMetrics:
             bins=_bins_of(self._sums),
             grouped=self._kept_groups() if self._groups else None,
         )
-
-    def _kept_auc(self) -> float:
-        return _auc_of(*self._every())
 
     def _kept_groups(self) -> GroupedAuc:
         scores, labels, weights = self._every()
@@ -243,10 +240,7 @@ def auc(predictions_B: Tensor, labels_B: Tensor, weights_B: Tensor | None = None
 
 
 def grouped_auc(
-    predictions_B: Tensor,
-    labels_B: Tensor,
-    groups_B: Tensor,
-    weights_B: Tensor | None = None,
+    predictions_B: Tensor, labels_B: Tensor, groups_B: Tensor, weights_B: Tensor | None = None
 ) -> GroupedAuc:
     """AUC inside each group (a user, say), averaged by the groups' weights.
 
@@ -344,11 +338,7 @@ def calibration(predictions_B: Tensor, labels_B: Tensor, weights_B: Tensor | Non
 
 
 def calibration_bins(
-    predictions_B: Tensor,
-    labels_B: Tensor,
-    weights_B: Tensor | None = None,
-    *,
-    bins: int = 10,
+    predictions_B: Tensor, labels_B: Tensor, weights_B: Tensor | None = None, *, bins: int = 10
 ) -> tuple[CalibrationBin, ...]:
     """Mean prediction and mean label by equally wide bins of the prediction.
 

@@ -77,10 +77,10 @@ class Series:
                 remedy="Give one y (and size) for each x.",
             )
 
-    def points(self) -> list[tuple[float, float]]:
-        """The finite points."""
-        pairs = zip(self.x, self.y, strict=True)
-        return [(x, y) for x, y in pairs if math.isfinite(x) and math.isfinite(y)]
+    def points(self) -> list[tuple[float, float, float]]:
+        """The finite points: x, y and size."""
+        every = zip(self.x, self.y, self.sizes or [0.0] * len(self.x), strict=True)
+        return [point for point in every if all(map(math.isfinite, point[:2]))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +94,16 @@ class Chart:
     y_from_zero: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class RunReport:
-    """What the page shows.
+def render(
+    title: str,
+    subtitle: str,
+    *,
+    metrics: Mapping[str, Mapping[str, float]],
+    facts: Mapping[str, str],
+    charts: Sequence[Chart],
+    config: str,
+) -> str:
+    """The page of a run as one HTML document.
 
     Args:
         title, subtitle: the run's name and one line about it.
@@ -105,25 +112,14 @@ class RunReport:
         charts: drawn in order, two a row where there is room.
         config: the resolved config as YAML.
     """
-
-    title: str
-    subtitle: str
-    metrics: Mapping[str, Mapping[str, float]]
-    facts: Mapping[str, str]
-    charts: tuple[Chart, ...]
-    config: str
-
-
-def render(report: RunReport) -> str:
-    """The page as one HTML document."""
-    charts = "".join(f"<section>{chart_html(chart)}</section>" for chart in report.charts)
+    drawn = "".join(f"<section>{chart_html(chart)}</section>" for chart in charts)
     return page(
-        report.title,
-        report.subtitle,
-        report.facts,
-        f"<section><h2>Metrics</h2>{_metric_table(report.metrics)}</section>",
-        f'<div class="grid">{charts}</div>',
-        f"<section><h2>Config</h2><pre>{html.escape(report.config)}</pre></section>",
+        title,
+        subtitle,
+        facts,
+        f"<section><h2>Metrics</h2>{_metric_table(metrics)}</section>",
+        f'<div class="grid">{drawn}</div>',
+        f"<section><h2>Config</h2><pre>{html.escape(config)}</pre></section>",
     )
 
 
@@ -179,7 +175,7 @@ def chart_html(chart: Chart) -> str:
     every = [point for series in chart.series for point in series.points()]
     if not every:
         return title + '<p class="sub">No points were recorded.</p>'
-    xs, ys = [x for x, _ in every], [y for _, y in every]
+    xs, ys, _ = zip(*every, strict=True)
     x_ticks = _ticks(min(xs), max(xs))
     y_ticks = _ticks(min(0.0, *ys) if chart.y_from_zero else min(ys), max(ys))
     x_range = (min(min(xs), x_ticks[0]), max(max(xs), x_ticks[-1]))
@@ -218,19 +214,17 @@ class _Scale:
 def _marks(series: Series, place: _Scale, paint: str) -> str:
     points = series.points()
     if series.sizes is not None:
-        finite = [math.isfinite(x + y) for x, y in zip(series.x, series.y, strict=True)]
-        sizes = [size for size, keep in zip(series.sizes, finite, strict=True) if keep]
         return "".join(
             f'<circle cx="{place.x(x):.1f}" cy="{place.y(y):.1f}" '
             f'r="{2.5 + 6 * math.sqrt(size):.1f}" fill="{paint}" fill-opacity="0.75"/>'
-            for (x, y), size in zip(points, sizes, strict=True)
+            for x, y, size in points
         )
-    path = " ".join(f"{place.x(x):.1f},{place.y(y):.1f}" for x, y in _thin(points))
+    path = " ".join(f"{place.x(x):.1f},{place.y(y):.1f}" for x, y, _ in _thin(points))
     dash = ' stroke-dasharray="4 4"' if series.faint else ""
     return f'<polyline class="line" stroke="{paint}"{dash} points="{path}"/>'
 
 
-def _thin(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def _thin(points: list[tuple[float, float, float]]) -> list[tuple[float, float, float]]:
     if len(points) <= _MOST_POINTS:
         return points
     stride = math.ceil(len(points) / _MOST_POINTS)

@@ -158,15 +158,13 @@ class FanOut:
         """Record the scalars of a step in each sink."""
         for sink in tuple(self._sinks):
             with self.giving_way("logs"):
-                written = False
                 try:
                     sink.write(step, scalars)
-                    written = True
-                finally:
-                    if not written:
-                        self._sinks.remove(sink)
-                        with suppress(OSError):
-                            sink.close()
+                except BaseException:
+                    self._sinks.remove(sink)
+                    with suppress(OSError):
+                        sink.close()
+                    raise
 
     def close(self) -> None:
         """Close each sink."""

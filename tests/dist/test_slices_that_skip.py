@@ -53,21 +53,21 @@ def skip_on_one(root: str) -> str:
         )  # fmt: skip
     first.release()
 
-    def total(values: torch.Tensor, *, what: str) -> torch.Tensor:
-        return votes.all_reduce(values, "sum", what=what).wait()[0]
+    def anywhere(here: bool, *, what: str) -> bool:
+        return bool(votes.all_reduce(torch.tensor([float(here)]), "sum", what=what).wait()[0] > 0)
 
     ranks: Any = SimpleNamespace(
-        leads=mesh.rank == 0, background=lambda _: collectives, total=total
+        leads=mesh.rank == 0, background=lambda _: collectives, any=anywhere
     )
     learner: Any = SimpleNamespace(
         name="main", nan_policy="skip", served=False, tables=SimpleNamespace(hosted=job.tables),
         module=job.net, optimizer=job.optimizer,
     )  # fmt: skip
     run_state: Any = SimpleNamespace(
-        learners=(learner,), steps=0, position=0, state=lambda: ({}, {})
+        learners=(learner,), steps=0, position=0, ranks=ranks, state=lambda: ({}, {})
     )
     settings = CheckpointSettings(every_steps=1, background=False)
-    with Saver(f"{root}/run", settings, run_state, job={}, ranks=ranks) as saver:
+    with Saver(f"{root}/run", settings, run_state, job={}) as saver:
         for skips in (False, False, mesh.rank == 1, False):
             step(job, rows, skips=skips)
             run_state.steps += 1

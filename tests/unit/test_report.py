@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 
 from shoal import report
 from shoal.errors import ShapeError
-from shoal.report import Chart, RunReport, Series
+from shoal.report import Chart, Series
 
 
 class Outline(HTMLParser):
@@ -34,7 +34,8 @@ class Outline(HTMLParser):
         assert self.open.pop() == tag
 
 
-def sample(**changes: object) -> RunReport:
+def sample(**changes: Any) -> str:
+    """The page of a run."""
     curve = Chart(
         title="Loss",
         x_label="examples",
@@ -44,18 +45,18 @@ def sample(**changes: object) -> RunReport:
             Series(name="logistic", x=(0, 1000, 2000), y=(0.7, math.nan, 0.55)),
         ),
     )
-    base = RunReport(
-        title="flights",
-        subtitle="a run",
-        metrics={
+    parts: dict[str, Any] = {
+        "title": "flights",
+        "subtitle": "a run",
+        "metrics": {
             "deepfm": {"auc": 0.71234, "examples": 55000},
             "base_rate": {"auc": math.nan, "log_loss": 0.6},
         },
-        facts={"rows": "12.3 k"},
-        charts=(curve,),
-        config="name: flights\n",
-    )
-    return replace(base, **changes)
+        "facts": {"rows": "12.3 k"},
+        "charts": (curve,),
+        "config": "name: flights\n",
+    }
+    return report.render(**(parts | changes))
 
 
 def outline(page: str) -> Outline:
@@ -66,7 +67,7 @@ def outline(page: str) -> Outline:
 
 
 def test_page_is_whole_and_self_contained():
-    page = report.render(sample())
+    page = sample()
     parser = outline(page)
     assert "script" not in parser.tags
     assert parser.links == []
@@ -75,7 +76,7 @@ def test_page_is_whole_and_self_contained():
 
 
 def test_metrics_show_each_model_and_leave_undefined_figures_blank():
-    page = report.render(sample())
+    page = sample()
     body = page[page.index("<tbody>") : page.index("</tbody>")]
     rows = re.findall(r"<tr>(.*?)</tr>", body)
     cells = [re.findall(r"<td>(.*?)</td>", row) for row in rows]
@@ -86,7 +87,7 @@ def test_metrics_show_each_model_and_leave_undefined_figures_blank():
 
 
 def test_text_is_escaped():
-    page = report.render(sample(title="<b>&", config="a: <script>\n", facts={"<i>": "<u>"}))
+    page = sample(title="<b>&", config="a: <script>\n", facts={"<i>": "<u>"})
     parser = outline(page)
     assert not {"script", "u"} & set(parser.tags)
     assert "&lt;script&gt;" in page
@@ -101,7 +102,7 @@ def polylines(page: str) -> list[list[tuple[float, float]]]:
 
 
 def test_curves_keep_order_and_skip_points_that_are_not_finite():
-    first, second = polylines(report.render(sample()))
+    first, second = polylines(sample())
     assert len(first) == 3
     assert len(second) == 2
     assert first[0][0] < first[1][0] < first[2][0]
@@ -111,7 +112,7 @@ def test_curves_keep_order_and_skip_points_that_are_not_finite():
 def test_points_stay_inside_the_drawing():
     xs = tuple(float(x) for x in range(5000))
     chart = Chart(title="t", x_label="x", y_label="y", series=(Series(name="s", x=xs, y=xs[::-1]),))
-    (points,) = polylines(report.render(sample(charts=(chart,))))
+    (points,) = polylines(sample(charts=(chart,)))
     assert len(points) <= 401
     assert all(0 <= x <= 520 and 0 <= y <= 300 for x, y in points)
 
@@ -120,19 +121,19 @@ def test_points_stay_inside_the_drawing():
 def test_flat_and_extreme_series_draw(values: tuple[float, ...]):
     series = Series(name="s", x=tuple(range(len(values))), y=values)
     chart = Chart(title="t", x_label="x", y_label="y", series=(series,))
-    outline(report.render(sample(charts=(chart,))))
+    outline(sample(charts=(chart,)))
 
 
 def test_a_chart_without_points_says_so():
     chart = Chart(title="t", x_label="x", y_label="y", series=(Series(name="s", x=(), y=()),))
-    page = report.render(sample(charts=(chart,)))
+    page = sample(charts=(chart,))
     assert "No points were recorded." in page
 
 
 def test_sizes_become_dots():
     series = Series(name="bins", x=(0.1, 0.2), y=(0.1, math.nan), sizes=(1.0, 0.5))
     chart = Chart(title="t", x_label="x", y_label="y", series=(series,))
-    assert report.render(sample(charts=(chart,))).count("<circle ") == 1
+    assert sample(charts=(chart,)).count("<circle ") == 1
 
 
 def test_series_of_unequal_lengths_are_refused():

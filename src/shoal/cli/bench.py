@@ -9,10 +9,7 @@ import typer
 from shoal.cli.shell import Debug, clean_errors, console, option, print_line
 
 bench = typer.Typer(
-    name="bench",
-    help="Measure this machine.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
+    name="bench", help="Measure this machine.", no_args_is_help=True, rich_markup_mode="rich"
 )
 
 
@@ -94,9 +91,7 @@ def comm(
         out = console()
         try:
             benchmarks.bps_comm_benchmark(
-                settings,
-                mesh=started,
-                write_line=lambda line: print_line(out, line),
+                settings, mesh=started, write_line=lambda line: print_line(out, line)
             )
         finally:
             launch.shutdown()

@@ -25,8 +25,7 @@ def ps(
         option("I", "Which server this is, from 0; without it, with a discovery, a free one."),
     ] = None,
     of: Annotated[
-        int | None,
-        option("N", "How many servers there are; by default those of the config, or 1."),
+        int | None, option("N", "How many servers there are; by default those of the config, or 1.")
     ] = None,
     address: Annotated[
         str,
@@ -39,8 +38,7 @@ def ps(
         option("HOST:PORT", "Where workers reach it, if not where it listens; for a discovery."),
     ] = None,
     store: Annotated[
-        str | None,
-        option("FOLDER", "Where it saves its rows, and looks for them when it starts."),
+        str | None, option("FOLDER", "Where it saves its rows, and looks for them when it starts.")
     ] = None,
     save_every_s: Annotated[
         float, typer.Option(metavar="SECONDS", help="Time from one save to the next.")
@@ -49,8 +47,7 @@ def ps(
         int, typer.Option(metavar="N", help="Requests that are worked on at once.")
     ] = 4,
     token_file: Annotated[
-        str | None,
-        option("FILE", "A secret of servers and workers; it encrypts what they send."),
+        str | None, option("FILE", "A secret of servers and workers; it encrypts what they send.")
     ] = None,
     status: Annotated[
         bool,

@@ -19,8 +19,7 @@ def train(
     resume: Annotated[
         str | None,
         option(
-            "RUN|latest",
-            "Resume an interrupted run: its folder, or the newest one of this name.",
+            "RUN|latest", "Resume an interrupted run: its folder, or the newest one of this name."
         ),
     ] = None,
     print_config: Annotated[
@@ -68,11 +67,7 @@ def train(
         training.run(synced, console=console(), resume=resume)
 
 
-def evaluate(
-    run: Run,
-    overrides: Overrides = None,
-    debug: Debug = False,
-) -> None:
+def evaluate(run: Run, overrides: Overrides = None, debug: Debug = False) -> None:
     """Evaluate a trained model on its evaluation examples again.
 
     Prints the same table as training did; with overrides, the model is evaluated on other data.

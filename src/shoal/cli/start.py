@@ -85,15 +85,13 @@ def init(
         option("FILE", "Parquet file to train on; may be repeated. The flights if left out."),
     ] = None,
     eval_data: Annotated[
-        list[str] | None,
-        option("FILE", "Parquet file to evaluate on; may be repeated.", "--eval"),
+        list[str] | None, option("FILE", "Parquet file to evaluate on; may be repeated.", "--eval")
     ] = None,
     label: Annotated[
         str | None, option("NAME", "Column of the label, 0 or 1; found by its name and values.")
     ] = None,
     time: Annotated[
-        str | None,
-        option("NAME", "Column of the event time, or none; found by its name and type."),
+        str | None, option("NAME", "Column of the event time, or none; found by its name and type.")
     ] = None,
     debug: Debug = False,
 ) -> None:

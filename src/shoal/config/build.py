@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from shoal import data
 from shoal.comm.collectives import Collectives
 from shoal.config import tree
 from shoal.config.streams import replayed, stream_loader
@@ -24,25 +25,7 @@ from shoal.config.tree import (
     TableSettings,
     TableSource,
 )
-from shoal.data import (
-    CsvSource,
-    Feed,
-    IdFeature,
-    KafkaFeed,
-    Loader,
-    Order,
-    ParquetSource,
-    Quarantine,
-    RankShare,
-    Recipe,
-    Sampler,
-    Source,
-    StreamLoader,
-    SyntheticClicks,
-    first_of,
-    flights,
-    split_by_time,
-)
+from shoal.data import Feed, Loader, Quarantine, RankShare, Recipe, Source, StreamLoader
 from shoal.data.catalog import SECTION as RETRIEVAL
 from shoal.data.catalog import Catalog
 from shoal.data.columns import check_present
@@ -173,7 +156,7 @@ def _tables(
         fits = name in used or any(fnmatchcase(table, name) for table in used)
         if name != RunConfig.DEFAULT_TABLE and not fits:
             raise unknown_name("table", name, used, remedy="Tables are named by features.*.table.")
-    return tuple(_table(name, _settings_of(config, name), segments) for name in used)
+    return tuple(_table(config, name, segments) for name in used)
 
 
 def build_host_rows(config: RunConfig) -> HostRows | None:
@@ -191,7 +174,7 @@ def table_spec(config: RunConfig, table: str) -> TableSpec:
     used = {settings.table or name for name, settings in config.features.items()}
     if used and table not in used:
         raise unknown_name("table", table, used, remedy="Tables are named by features.*.table.")
-    return _table(table, _settings_of(config, table), config.model.segments)
+    return _table(config, table, config.model.segments)
 
 
 def feature_settings(config: RunConfig, offered: Sequence[str]) -> Mapping[str, FeatureSettings]:
@@ -220,14 +203,11 @@ def _combiner(name: str, settings: FeatureSettings, model: ModelSpec) -> Combine
     return ReduceSum() if settings.combiner == "sum" else ReduceMean()
 
 
-def _settings_of(config: RunConfig, table: str) -> TableSettings:
-    """Those of its name, else of the first pattern that fits it, else of all tables."""
-    fitting = (own for name, own in config.tables.items() if fnmatchcase(table, name))
+def _table(config: RunConfig, name: str, segments: tuple[str, ...]) -> TableSpec:
+    """By the settings of its name, else of the first pattern that fits it, else of all tables."""
+    fitting = (own for pattern, own in config.tables.items() if fnmatchcase(name, pattern))
     default = config.tables.get(RunConfig.DEFAULT_TABLE, TableSettings())
-    return config.tables.get(table) or next(fitting, default)
-
-
-def _table(name: str, settings: TableSettings, segments: tuple[str, ...]) -> TableSpec:
+    settings = config.tables.get(name) or next(fitting, default)
     every = {
         BIAS: Segment(
             dim=1,
@@ -268,11 +248,7 @@ def _layouts(inputs: Inputs, segments: tuple[str, ...]) -> tuple[Layout, ...]:
 
 
 def _check_memory(
-    config: RunConfig,
-    model: ModelSpec,
-    tables: Sequence[TableSpec],
-    inputs: Inputs,
-    examples: int,
+    config: RunConfig, model: ModelSpec, tables: Sequence[TableSpec], inputs: Inputs, examples: int
 ) -> None:
     """Refuse settings that cannot work here, by what they take at least, before they take it.
 
@@ -349,7 +325,7 @@ def source_inputs(source: tree.SourceSettings) -> SourceInputs:
     if isinstance(source, SyntheticSource):
         made = _synthetic(source, 0)[0]
         return SourceInputs(made.features, frozenset(), made.num_dense, ("label",))
-    recipe = flights.RECIPE if isinstance(source, FlightsSource) else _recipe(source)
+    recipe = data.flights.RECIPE if isinstance(source, FlightsSource) else _recipe(source)
     lists = {one.name for one in recipe.ids if one.is_list} | set(recipe.computed.names)
     return SourceInputs(recipe.features, frozenset(lists), recipe.num_dense, recipe.labels)
 
@@ -413,9 +389,9 @@ def open_data(
         train: Loader | StreamLoader = stream_loader(config, training, share, training_share, least)
     else:
         train = Loader(
-            first_of(training, settings.max_examples),
+            data.first_of(training, settings.max_examples),
             settings.batch_size,
-            order=Order(
+            order=data.Order(
                 passes=settings.epochs,
                 shuffle=settings.shuffle,
                 window=settings.shuffle_window,
@@ -434,7 +410,7 @@ def open_data(
         num_dense=training.num_dense,
         train=train,
         evaluation=Loader(
-            first_of(evaluation, config.eval.max_examples),
+            data.first_of(evaluation, config.eval.max_examples),
             config.eval.batch_size,
             share=share,
             prefetch=settings.prefetch,
@@ -448,18 +424,19 @@ def open_data(
 def _sides(
     config: RunConfig, quarantine: Quarantine | None, keys: Sequence[str] | None
 ) -> tuple[Source | Feed, Source]:
-    source, at_s = config.data.source, _split_s(config)
+    source, at = config.data.source, config.data.split
+    at_s = None if at is None else int(_seconds(at))
     if isinstance(source, SyntheticSource):
         check_present(keys or (), (), "made-up examples", "--key")
         return _synthetic(source, config.seed)
     if isinstance(source, FlightsSource):
-        from_s = flights.SPLIT_S if at_s is None else at_s
-        loaded = flights.load(fit_before_s=from_s)
+        from_s = data.flights.SPLIT_S if at_s is None else at_s
+        loaded = data.flights.load(fit_before_s=from_s)
         examples = loaded.examples
         if keys:
             check_present(keys, loaded.table.column_names, "the flights", "--key")
             examples = examples.with_keys(loaded.table.select(keys))
-        return split_by_time(examples, from_s)
+        return data.split_by_time(examples, from_s)
     streams = isinstance(source, KafkaSource)
     if (at_s is None) == (not source.eval_paths) or (streams and at_s is not None):
         raise ConfigError(
@@ -476,17 +453,12 @@ def _sides(
             found = _files(source, source.eval_paths, recipe, quarantine)
             return found, found
     if isinstance(source, KafkaSource):
-        feed = KafkaFeed(source.stream, recipe, quarantine, config.name)
+        feed = data.KafkaFeed(source.stream, recipe, quarantine, config.name)
         return feed, _files(source, source.eval_paths, recipe, quarantine)
     training = _files(source, source.paths, recipe, quarantine)
     if at_s is None:
         return training, _files(source, source.eval_paths, recipe, quarantine)
-    return split_by_time(training, at_s)
-
-
-def _split_s(config: RunConfig) -> int | None:
-    at = config.data.split
-    return None if at is None else int(_seconds(at))
+    return data.split_by_time(training, at_s)
 
 
 def _seconds(at: datetime) -> float:
@@ -497,7 +469,7 @@ def _sampler(config: RunConfig, collectives: Collectives | None) -> Sampling | N
     settings, source = config.data.sampler, config.data.source
     if settings is None:
         return None
-    opener = partial(Sampler.open, settings, _items_recipe(source), seed=config.seed)
+    opener = partial(data.Sampler.open, settings, _items_recipe(source), seed=config.seed)
     if settings.shared and collectives is not None:
         return shared_sampler(opener, settings, collectives)
     return opener()
@@ -557,7 +529,9 @@ def _catalog(config: RunConfig, item_tree: ItemTree | None) -> Catalog | None:
 def _recipe(settings: TableSource) -> Recipe:
     shared = {"label", "dense", "dense_fill", "time", "weight", "group", "sample_rate"}
     return Recipe(
-        ids=tuple(IdFeature(name=name, **own.model_dump()) for name, own in settings.ids.items()),
+        ids=tuple(
+            data.IdFeature(name=name, **own.model_dump()) for name, own in settings.ids.items()
+        ),
         computed=settings.features,
         **settings.model_dump(include=shared),
     )
@@ -567,14 +541,14 @@ def _files(
     settings: TableSource, paths: tuple[str, ...], recipe: Recipe, quarantine: Quarantine | None
 ) -> Source:
     if isinstance(settings, tree.CsvFiles):
-        return CsvSource(paths, recipe, quarantine)
-    return ParquetSource(paths, recipe, quarantine=quarantine)
+        return data.CsvSource(paths, recipe, quarantine)
+    return data.ParquetSource(paths, recipe, quarantine=quarantine)
 
 
 def _synthetic(settings: SyntheticSource, seed: int) -> tuple[Source, Source]:
     shared = settings.model_dump(exclude={"kind", "examples", "eval_examples"})
-    training = SyntheticClicks(examples=settings.examples, seed=seed, **shared)
-    evaluation = SyntheticClicks(
+    training = data.SyntheticClicks(examples=settings.examples, seed=seed, **shared)
+    evaluation = data.SyntheticClicks(
         examples=settings.eval_examples, first=settings.examples, seed=seed, **shared
     )
     return training, evaluation

@@ -40,10 +40,7 @@ _REMOVED = {"data.pace": "data.replay"}  # older run folders name them, as null
 
 
 def load(
-    path: str | Path,
-    overrides: Sequence[str] = (),
-    *,
-    environment: Mapping[str, str] | None = None,
+    path: str | Path, overrides: Sequence[str] = (), *, environment: Mapping[str, str] | None = None
 ) -> RunConfig:
     """Compose a config file with the environment and overrides, and validate it.
 
@@ -87,7 +84,7 @@ def compose_file(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, A
     for text in overrides:
         check_override(text)
     try:
-        return _named(_composed(file, overrides))
+        settings = _composed(file, overrides)
     except ShoalError:
         raise
     except Exception as error:  # of parsers of other packages, which raise whatever they meet
@@ -97,6 +94,14 @@ def compose_file(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, A
             allowed="YAML in UTF-8, and overrides of keys that exist",
             remedy="Correct the file or the override named above.",
         ) from error
+    if not isinstance(settings, dict):
+        raise ConfigError(
+            "config",
+            got=type(settings).__name__,
+            allowed="key: value pairs",
+            remedy="Start from one that shoal init writes.",
+        )
+    return settings
 
 
 def _reason(error: Exception) -> str:
@@ -233,17 +238,6 @@ def _forced(overrides: Sequence[Override], alone: DictConfig, folder: Path) -> l
             forced.append(f"~{key}")
         forced.append(f"++{text.lstrip('+')}")
     return forced
-
-
-def _named(settings: Any) -> dict[str, Any]:
-    if not isinstance(settings, dict):
-        raise ConfigError(
-            "config",
-            got=type(settings).__name__,
-            allowed="key: value pairs",
-            remedy="Start from one that shoal init writes.",
-        )
-    return settings
 
 
 def _translate(error: ValidationError, settings: Mapping[str, Any]) -> ShoalError:

@@ -11,11 +11,7 @@ from shoal.table.factory import resolve_device
 
 
 def stream_loader(
-    config: RunConfig,
-    feed: Feed,
-    share: RankShare | None,
-    partitions: RankShare | None,
-    least: int,
+    config: RunConfig, feed: Feed, share: RankShare | None, partitions: RankShare | None, least: int
 ) -> StreamLoader:
     """Batches of a stream; `share` and `partitions` as of `StreamLoader`.
 

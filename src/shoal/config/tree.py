@@ -24,13 +24,7 @@ from pydantic_core import core_schema
 from shoal.compiling import Compile
 from shoal.config.type_words import DEVICE, NAME, is_bool_for_number, of_type, with_patterns
 from shoal.data.catalog import RetrievalSettings
-from shoal.data.feature_set import (
-    ID_RULES,
-    ElementWise,
-    FeatureSet,
-    FeatureSpec,
-    sequence_group,
-)
+from shoal.data.feature_set import ID_RULES, ElementWise, FeatureSet, FeatureSpec, sequence_group
 from shoal.data.item_tree import TreeSettings
 from shoal.data.kafka import Kafka
 from shoal.data.kinds import KINDS
@@ -43,11 +37,7 @@ from shoal.placement import Sharding
 from shoal.planner.options import constraint_of
 from shoal.rules import compressors, initializers, optimizers, schedules
 from shoal.rules.admission import Admission
-from shoal.rules.compressors import Compressor, Float32
 from shoal.rules.expiry import Expiry
-from shoal.rules.initializers import Initializer, Uniform, Zeros
-from shoal.rules.optimizers import Adagrad, Optimizer
-from shoal.rules.schedules import Schedule
 from shoal.table.shard import NanPolicy
 from shoal.table.spec import MAX_DIM, MAX_THREADS, CachePolicy, OnFull, RowDType
 
@@ -147,22 +137,14 @@ def dump(value: Any) -> Any:
 
 
 def _convert(value: Any, hint: Any, what: str) -> Any:
-    options = _options(hint)
     if isinstance(value, Mapping):
-        for base, registry in (
-            (schedules.Schedule, SCHEDULES),
-            (optimizers.Optimizer, OPTIMIZERS),
-        ):
+        union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        options = typing.get_args(hint) if union else (hint,)
+        for base, registry in ((schedules.Schedule, SCHEDULES), (optimizers.Optimizer, OPTIMIZERS)):
             if any(isinstance(option, type) and issubclass(option, base) for option in options):
                 return build(value, registry)
         value = tuple(sorted(value.items()))
     return of_type(value, hint, what)
-
-
-def _options(hint: Any) -> tuple[Any, ...]:
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return typing.get_args(hint)
-    return (hint,)
 
 
 class Section(BaseModel):
@@ -203,8 +185,7 @@ class _Built:
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> core_schema.CoreSchema:
         return core_schema.no_info_plain_validator_function(
-            self.build,
-            serialization=core_schema.plain_serializer_function_ser_schema(self.dump),
+            self.build, serialization=core_schema.plain_serializer_function_ser_schema(self.dump)
         )
 
 
@@ -291,11 +272,13 @@ def _dump_features(value: FeatureSet) -> dict[str, Any]:
     return plain
 
 
-OptimizerRule = Annotated[Optimizer, _Built(lambda value: build(value, OPTIMIZERS))]
-InitializerRule = Annotated[Initializer, _Built(lambda value: build(value, INITIALIZERS))]
-CompressorRule = Annotated[Compressor, _Built(lambda value: build(value, COMPRESSORS))]
+OptimizerRule = Annotated[optimizers.Optimizer, _Built(lambda value: build(value, OPTIMIZERS))]
+InitializerRule = Annotated[
+    initializers.Initializer, _Built(lambda value: build(value, INITIALIZERS))
+]
+CompressorRule = Annotated[compressors.Compressor, _Built(lambda value: build(value, COMPRESSORS))]
 ModelRule = Annotated[ModelSpec, _Built(lambda value: build(value, MODELS))]
-LearningRate = Annotated[float | Schedule, _Built(_rate)]
+LearningRate = Annotated[float | schedules.Schedule, _Built(_rate)]
 AdmissionRule = Annotated[Admission | None, _record(Admission, "admission")]
 ExpiryRule = Annotated[Expiry | None, _record(Expiry, "expiry")]
 SamplerRule = Annotated[SamplerSettings | None, _record(SamplerSettings, "data.sampler")]
@@ -312,8 +295,9 @@ LogOdds = Annotated[float, Field(ge=-1e6, le=1e6)]
 Seconds = Annotated[float, Field(gt=0, le=1e8)]
 
 
-def _by_kind(value: Any) -> Any:
-    return {"kind": value} if isinstance(value, str) else value
+def _short_for(key: str) -> BeforeValidator:
+    """Lets a text stand for settings with nothing but that key."""
+    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
 
 
 class FlightsSource(Section):
@@ -413,10 +397,6 @@ class ReplaySettings(Section):
     clock_s: Annotated[float, Field(ge=0, le=1e11)] | None = None
 
 
-def _by_path(value: Any) -> Any:
-    return {"path": value} if isinstance(value, str) else value
-
-
 class QuarantineSettings(Section):
     """Where rows and files that cannot be used are named, and how many may be, on each rank.
 
@@ -439,7 +419,7 @@ class DataSettings(Section):
     examples become those of its nodes.
     """
 
-    source: Annotated[SourceSettings, BeforeValidator(_by_kind)]
+    source: Annotated[SourceSettings, _short_for("kind")]
     split: datetime | None = None
     batch_size: Count = 512
     epochs: Count = 1
@@ -451,14 +431,14 @@ class DataSettings(Section):
     sampler: SamplerRule = None
     tree: TreeRule = None
     replay: ReplaySettings | None = None
-    quarantine: Annotated[QuarantineSettings | None, BeforeValidator(_by_path)] = None
+    quarantine: Annotated[QuarantineSettings | None, _short_for("path")] = None
 
 
 class BiasSettings(Section):
     """The one weight per id of the first-order part. `optimizer` defaults to the table's."""
 
     optimizer: OptimizerRule | None = None
-    initializer: InitializerRule = Field(default_factory=Zeros)
+    initializer: InitializerRule = Field(default_factory=initializers.Zeros)
 
 
 class TableSettings(Section):
@@ -466,9 +446,9 @@ class TableSettings(Section):
 
     dim: Annotated[int, Field(gt=0, le=MAX_DIM)] = 16
     dtype: RowDType = "float32"
-    optimizer: OptimizerRule = Field(default_factory=lambda: Adagrad(lr=0.05))
-    initializer: InitializerRule = Field(default_factory=lambda: Uniform(minval=-0.01, maxval=0.01))
-    compressor: CompressorRule = Field(default_factory=Float32)
+    optimizer: OptimizerRule = optimizers.Adagrad(lr=0.05)
+    initializer: InitializerRule = initializers.Uniform(minval=-0.01, maxval=0.01)
+    compressor: CompressorRule = compressors.Float32()
     bias: BiasSettings = Field(default_factory=BiasSettings)
     capacity_rows: Examples | None = None
     on_full: OnFull = "raise"
@@ -529,10 +509,6 @@ class EarlyStopSettings(Section):
     least: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
-def _by_metric(value: Any) -> Any:
-    return {"metric": value} if isinstance(value, str) else value
-
-
 class EvalSettings(Section):
     """How the evaluation runs: after training, and at every `every_steps` steps of it.
 
@@ -542,7 +518,7 @@ class EvalSettings(Section):
     batch_size: Count = 4096
     max_examples: Examples | None = None
     every_steps: Count | None = None
-    early_stop: Annotated[EarlyStopSettings | None, BeforeValidator(_by_metric)] = None
+    early_stop: Annotated[EarlyStopSettings | None, _short_for("metric")] = None
     retrieval: Retrieval = None
 
 
@@ -590,7 +566,7 @@ class CheckpointSettings(Section):
     failures_allowed: Few = 3
     background: bool = True
     resume: Literal["auto", "never", "must"] = "auto"
-    warm_start: Annotated[WarmStartSettings | None, BeforeValidator(_by_path)] = None
+    warm_start: Annotated[WarmStartSettings | None, _short_for("path")] = None
 
 
 class OutputSettings(Section):
@@ -625,10 +601,6 @@ class WireSettings(Section):
 
     rows: WireKind | None = None
     grads: WireKind | None = None
-
-
-def _by_default(value: Any) -> Any:
-    return {"default": value} if isinstance(value, str) else value
 
 
 class ServersSettings(Section):
@@ -670,9 +642,7 @@ class DistributedSettings(Section):
     their dense weights on server 0.
     """
 
-    placement: Annotated[PlacementSettings, BeforeValidator(_by_default)] = Field(
-        default_factory=PlacementSettings
-    )
+    placement: Annotated[PlacementSettings, _short_for("default")] = PlacementSettings()
     grad_reduce: GradReduce = "mean"
     lr_scaling: Scaling = "none"
     batch_scaling: Scaling = "none"

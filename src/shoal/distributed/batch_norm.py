@@ -47,16 +47,8 @@ class BatchNormOverRanks(_NormBase):
         """
         tracked = self.running_mean is not None
         if not self.training and tracked:
-            return nn.functional.batch_norm(
-                batch,
-                self.running_mean,
-                self.running_var,
-                self.weight,
-                self.bias,
-                False,
-                0.0,
-                self.eps,
-            )
+            seen = self.running_mean, self.running_var
+            return nn.functional.batch_norm(batch, *seen, self.weight, self.bias, eps=self.eps)
         normal: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
             batch, self.weight, self.bias, self
         )

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shoal import compiling
 from shoal.comm.backends.torch import TorchCollectives
 from shoal.comm.collectives import Call, Collectives
 from shoal.comm.consensus import require_same, together
@@ -22,13 +23,7 @@ from shoal.comm.flags import read_flags
 from shoal.comm.launch import init
 from shoal.comm.mesh import Mesh, Path
 from shoal.comm.mismatched_calls import Calls
-from shoal.compiling import (
-    Compile,
-    begin_step,
-    check_compile,
-    compile_around,
-    has_cuda_graphs,
-)
+from shoal.compiling import Compile
 from shoal.distributed.batch_norm import resting
 from shoal.embedding.collection import EmbeddingCollection
 from shoal.errors import CollectiveFailed, ConfigError, DeviceUnavailable, unknown_name
@@ -46,6 +41,7 @@ from shoal.table.shard import Shard
 from shoal.table.spec import Segment, TableSpec
 
 
+@dataclass(eq=False)
 class LaterExchange:
     """Stands in for an exchange between ranks until it is needed.
 
@@ -55,18 +51,15 @@ class LaterExchange:
         make: makes the exchange, or returns the one that was made.
     """
 
-    def __init__(
-        self, shard: Shard, specs: Sequence[TableSpec], make: Callable[[], Exchange]
-    ) -> None:
-        self.shard = shard
-        self.specs = tuple(specs)
-        self._make = make
+    shard: Shard
+    specs: tuple[TableSpec, ...]
+    make: Callable[[], Exchange]
 
     def __getattr__(self, name: str) -> Any:
         """See `Exchange`; makes it. Copies ask for private names, on one rank maybe."""
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._make(), name)
+        return getattr(self.make(), name)
 
 
 Placing = Placement | Plan | Mapping[str, str] | None
@@ -85,22 +78,6 @@ class Family:
     shard: Shard
     placement: Placement
 
-    def part_of(self, rank: int) -> Shard:
-        """The shard of a rank, with its share of the rows that are there."""
-        specs = hosted_specs(self.shard.specs, self.placement, rank)
-        part = shard_like(self.shard, specs or (_NOTHING,))
-        move_in(self.shard, part, self.placement, rank)
-        return part
-
-    def silent_on(self, rank: int) -> tuple[str, ...]:
-        """Tables of a rank's shard that an earlier rank holds too and speaks for."""
-        return tuple(
-            hosted_spec(spec, hosted).name
-            for spec in self.shard.specs
-            for hosted in self.placement.of(spec.name)
-            if hosted.replicated and hosted.ranks[0] != rank
-        )
-
 
 def families_of(
     collections: Mapping[str, EmbeddingCollection],
@@ -114,22 +91,19 @@ def families_of(
         UnknownName: a placement of a table that no collection has.
         ConfigError: a placement for another number of ranks, or that does not fit the tables.
     """
-    shards: dict[int, Shard] = {}
     members: dict[int, dict[str, EmbeddingCollection]] = {}
     for name, collection in collections.items():
-        shards[id(collection.shard)] = collection.shard
         members.setdefault(id(collection.shard), {})[name] = collection
-    every = [spec for shard in shards.values() for spec in shard.specs]
-    placement = placed(every, placing, world_size, local_world_size)
-    if isinstance(placing, Plan):
-        for shard in shards.values():
+    shards = [next(iter(own.values())).shard for own in members.values()]
+    every = [spec for shard in shards for spec in shard.specs]
+    placement, found = placed(every, placing, world_size, local_world_size), []
+    for shard, own in zip(shards, members.values(), strict=True):
+        if isinstance(placing, Plan):
             placing.check_tiers(shard.specs, getattr(shard, "settings", {}).get("host_rows"))
-    found = []
-    for key, shard in shards.items():
         names = {spec.name for spec in shard.specs}
-        own = Placement(world_size, tuple(h for h in placement.hosted if h.table in names))
-        check_placement(shard.specs, own)
-        found.append(Family(members[key], shard, own))
+        part = Placement(world_size, tuple(h for h in placement.hosted if h.table in names))
+        check_placement(shard.specs, part)
+        found.append(Family(own, shard, part))
     return tuple(found)
 
 
@@ -313,17 +287,14 @@ class DistributedModelParallel(nn.Module):
         together(
             self.mesh.control,
             "compile of a model",
-            partial(check_compile, compile, self.mesh.device, keeping),
+            partial(compiling.check_compile, compile, self.mesh.device, keeping),
             failed=DeviceUnavailable,
         )
-        self._graphed = has_cuda_graphs(compile)
+        self._graphed = compiling.has_cuda_graphs(compile)
         wire = Wire(grads=read_flags().gradient_wire) if wire is None else wire
         self._path = exchange_path
         self._exchange = partial(
-            AllToAllExchange,
-            grad_reduce=grad_reduce,
-            per_sender_steps=per_sender_steps,
-            wire=wire,
+            AllToAllExchange, grad_reduce=grad_reduce, per_sender_steps=per_sender_steps, wire=wire
         )
         # Collections whose tables are placed and whose exchange has not been made.
         self._waiting: list[tuple[str, EmbeddingCollection, Callable[..., Exchange]]] = []
@@ -344,7 +315,7 @@ class DistributedModelParallel(nn.Module):
             for family in families:
                 self._place(family, steps)
             self._replicate(dense, steps)
-        compile_around(module, self.collections().values(), compile)
+        compiling.compile_around(module, self.collections().values(), compile)
 
     def collections(self) -> dict[str, EmbeddingCollection]:
         """The collections of the module, by the name they have there."""
@@ -362,20 +333,17 @@ class DistributedModelParallel(nn.Module):
         """The module's forward. In training with gradients, backward averages dense ones."""
         self._open()
         if self._graphed:
-            begin_step()
+            compiling.begin_step()
         if self._wrapped is not None and self.training and torch.is_grad_enabled():
             # Until the module's own forward it only exchanges buffers and similar tensors.
             self._dense.enter("buffers of the dense part")
-            hook = self.module.register_forward_pre_hook(self._entered)
+            hook = self.module.register_forward_pre_hook(lambda *_: self._dense.leave())
             try:
                 return self._wrapped(*args, **kwargs)
             finally:
                 hook.remove()
                 self._dense.leave()
         return self.module(*args, **kwargs)
-
-    def _entered(self, *_: Any) -> None:
-        self._dense.leave()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -464,15 +432,22 @@ class DistributedModelParallel(nn.Module):
                 allowed=f"that of the ranks, {self.mesh.device}",
                 remedy="Build the collection with device=str(mesh.device).",
             )
-        rank = self.mesh.rank
-        part, specs = family.part_of(rank), family.shard.specs
+        rank, placement, specs = self.mesh.rank, family.placement, family.shard.specs
+        # This rank's share of the rows that are there.
+        part = shard_like(family.shard, hosted_specs(specs, placement, rank) or (_NOTHING,))
+        move_in(family.shard, part, placement, rank)
+        # Tables that an earlier rank holds too and speaks for.
+        silent = tuple(
+            hosted_spec(spec, hosted).name
+            for spec in specs
+            for hosted in placement.of(spec.name)
+            if hosted.replicated and hosted.ranks[0] != rank
+        )
         for name, collection in family.collections.items():
-            make = partial(self._exchange, part, family.placement, specs)
+            make = partial(self._exchange, part, placement, specs)
             self._waiting.append((name, collection, make))
             later = LaterExchange(part, specs, partial(self._opened, collection))
-            collection.distribute(
-                cast(Exchange, later), collectives=steps, silent=family.silent_on(rank)
-            )
+            collection.distribute(cast(Exchange, later), collectives=steps, silent=silent)
 
     def _replicate(self, dense: DenseWrapper, steps: Collectives) -> None:
         parameters, buffers = list(self.module.parameters()), list(self.module.buffers())

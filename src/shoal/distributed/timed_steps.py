@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal import planner
 from shoal.comm.mesh import Mesh
 from shoal.distributed.model import DistributedModelParallel
 from shoal.embedding.collection import EmbeddingCollection
@@ -20,15 +21,7 @@ from shoal.embedding.layouts import Feature
 from shoal.exchange.all_to_all import AllToAllExchange
 from shoal.optim import SparseOptimizer
 from shoal.placement import Placement, Sharding, data_parallel, grid
-from shoal.planner import (
-    CostModel,
-    TableInput,
-    TableStatistics,
-    Topology,
-    Workload,
-    table_input,
-    zipf,
-)
+from shoal.planner import Topology
 from shoal.planner.options import Option
 from shoal.planner.topology import Rates
 from shoal.ragged import KeyedRagged
@@ -54,19 +47,12 @@ class TableLoad:
         segments = (Segment(dim=self.dim, optimizer=Adagrad(lr=0.01)),)
         return TableSpec(name=self.name, segments=segments, expected_rows=self.rows)
 
-    @property
-    def statistics(self) -> TableStatistics:
-        """Of its ids."""
-        return zipf(self.rows, self.exponent, ids_per_sample=self.ids_per_sample)
-
-    def input(self) -> TableInput:
-        """What is planned for it."""
-        return _input(self)
-
 
 @lru_cache(maxsize=64)
-def _input(load: TableLoad) -> TableInput:
-    return table_input(load.spec, load.statistics, rows=float(load.rows))
+def _input(load: TableLoad) -> planner.TableInput:
+    """What is planned for a table."""
+    statistics = planner.zipf(load.rows, load.exponent, ids_per_sample=load.ids_per_sample)
+    return planner.table_input(load.spec, statistics, rows=float(load.rows))
 
 
 class _Sums(nn.Module):
@@ -133,10 +119,8 @@ def _batch(loads: Sequence[TableLoad], batch_size: int, generator: torch.Generat
     for one in loads:
         count = batch_size * one.ids_per_sample
         total = _cumulated(one.rows, one.exponent)
-        drawn = (
-            torch.rand(count, generator=generator, dtype=torch.float64, device="cpu") * total[-1]
-        )
-        values.append(torch.searchsorted(total, drawn).clamp_max(one.rows - 1))
+        share = torch.rand(count, generator=generator, dtype=torch.float64, device="cpu")
+        values.append(torch.searchsorted(total, share * total[-1]).clamp_max(one.rows - 1))
         lengths.append(
             torch.full((batch_size,), one.ids_per_sample, dtype=torch.int64, device="cpu")
         )
@@ -156,11 +140,11 @@ def predicted(
     topology: Topology, loads: Sequence[TableLoad], placement: Placement, batch_size: int
 ) -> float:
     """Seconds that the cost model has for a step of `timed_steps`."""
-    work = Workload(batch_size=batch_size, pipelined=False)
-    model = CostModel(topology, work)
+    work = planner.Workload(batch_size=batch_size, pipelined=False)
+    model = planner.CostModel(topology, work)
     every = [model.fixed_s()] * topology.world_size
     for one in loads:
-        table = one.input()
+        table = _input(one)
         slices = placement.of(one.name)
         shared = model.shared_phases(table)
         for hosted in slices:
@@ -228,14 +212,13 @@ def _timed_plans(ranks: int, rows: int, batch: int) -> list[TimedPlan]:
     every = tuple(range(ranks))
 
     def plan(loads: list[TableLoad], slices: int, batch: int) -> TimedPlan:
-        return loads, Placement(ranks, tuple(
-            hosted
+        hosted = itertools.chain.from_iterable(
+            grid(one.name, one.dim, (every,) * slices)
+            if slices
+            else data_parallel(one.name, one.dim, ranks)
             for one in loads
-            for hosted in (
-                grid(one.name, one.dim, (every,) * slices) if slices
-                else data_parallel(one.name, one.dim, ranks)
-            )
-        )), batch  # fmt: skip
+        )
+        return loads, Placement(ranks, tuple(hosted)), batch
 
     def tables(count: int, **settings: Any) -> list[TableLoad]:
         return [TableLoad(name=f"t{k:02}", exponent=0.8, **settings) for k in range(count)]

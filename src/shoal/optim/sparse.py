@@ -15,18 +15,11 @@ from shoal.comm.collectives import Collectives
 from shoal.comm.consensus import flagged, reduced
 from shoal.embedding.collection import EmbeddingCollection
 from shoal.embedding.gradients import GradientLedger
-from shoal.errors import (
-    CheckpointError,
-    ConfigError,
-    NonFiniteGradient,
-    ShoalError,
-    unknown_name,
-)
+from shoal.errors import CheckpointError, ConfigError, NonFiniteGradient, unknown_name
 from shoal.rules.schedules import ConstantRate, Schedule
 from shoal.table import shard
 from shoal.table.rows import real_dtype
 from shoal.table.shard import NanPolicy, Shard, StepContext
-from shoal.table.spec import TableSpec
 from shoal.uncompiled import uncompiled
 
 
@@ -84,13 +77,14 @@ class RateGroup:
 
     Args:
         name: of the group.
-        table: name of the table.
+        table, segment: names of these.
         rate: of the coming steps while nobody writes another.
         named: the rate is not the spec's own.
     """
 
-    def __init__(self, name: str, table: str, rate: Schedule, named: bool) -> None:
-        self.name, self.table, self.named, self._rate = name, table, named, rate
+    def __init__(self, name: str, table: str, segment: str, rate: Schedule, named: bool) -> None:
+        self.name, self.table, self.segment = name, table, segment
+        self.named, self._rate = named, rate
         self._shown = rate(0)
         self.group: dict[str, Any] = {"params": [], "lr": self._shown, "name": name}
 
@@ -137,20 +131,11 @@ class RateGroup:
         self._shown = self.group["lr"] = self._rate(step)
 
 
-def saved_groups(groups: Iterable[RateGroup]) -> list[dict[str, Any]]:
-    """Settings by name of the groups that somebody touched."""
-    return [
-        {key: value for key, value in one.group.items() if key != "params"}
-        for one in groups
-        if one.touched
-    ]
-
-
 def check_groups(groups: Iterable[RateGroup], saved: object) -> None:
-    """Check what `load_groups` is about to get.
+    """Check the param groups of a state that is about to be loaded.
 
     Raises:
-        CheckpointError: not what `saved_groups` returns of such groups.
+        CheckpointError: not what `state_dict` has of such groups.
     """
     here = [one.name for one in groups]
     parts = saved if isinstance(saved, list | tuple) else (saved,)
@@ -173,16 +158,6 @@ def check_groups(groups: Iterable[RateGroup], saved: object) -> None:
             allowed=", ".join(map(repr, here)),
             remedy="Load it into an optimizer of the same tables and segments.",
         )
-
-
-def load_groups(groups: Iterable[RateGroup], saved: Iterable[Mapping[str, Any]], step: int) -> None:
-    """Take over what `saved_groups` returned; other groups get their own rate at a step."""
-    settings = {group["name"]: group for group in saved}
-    for one in groups:
-        own = settings.get(one.name, {})
-        one.group.update({k: v for k, v in own.items() if k not in _OWN})
-        if "lr" not in own or not one.is_number:
-            one.show(step)
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:
@@ -341,100 +316,85 @@ def share_accumulators(collections: Sequence[EmbeddingCollection]) -> tuple[Grad
 
 
 def bind_rates(
-    collections: Sequence[EmbeddingCollection], rates: Mapping[RateKey, float | Schedule]
-) -> dict[str, dict[str, Schedule]]:
-    """Of the tables that `rates` names: the rate of each segment by name."""
-    specs: dict[str, TableSpec] = {}
-    owners: dict[str, set[int]] = {}
-    for collection in collections:
-        specs.update(collection.tables)
-        for name in collection.tables:
-            owners.setdefault(name, set()).add(id(collection.shard))
-    bound: dict[str, dict[str, Schedule]] = {}
+    own: Mapping[tuple[int, str], dict[str, Schedule]], rates: Mapping[RateKey, float | Schedule]
+) -> set[str]:
+    """Put the rates that are named in place of tables' own; returns the tables that they name.
+
+    own: by shard and table the rate of each segment by name; changed in place.
+    """
+    named: set[str] = set()
     for key, rate in sorted(rates.items(), key=lambda item: isinstance(item[0], tuple)):
         name, segment = (key, None) if isinstance(key, str) else key
-        if name not in specs:
-            raise unknown_name("table in rates", name, specs)
-        if len(owners[name]) > 1:
+        found = [segments for (_, table), segments in own.items() if table == name]
+        if not found:
+            raise unknown_name("table in rates", name, [table for _, table in own])
+        if len(found) > 1:
             raise ConfigError(
                 f"rate of table {name!r}",
-                got=f"a name that {len(owners[name])} shards have",
+                got=f"a name that {len(found)} shards have",
                 allowed="a name of one table",
                 remedy="Use one SparseOptimizer per module, or rename a table.",
             )
-        own = own_rates(specs[name])
-        if segment is not None and segment not in own:
-            raise unknown_name(f"segment of table {name!r} in rates", segment, own)
-        call = rate if isinstance(rate, Schedule) else ConstantRate(rate)
-        chosen = bound.setdefault(name, own)
-        chosen.update(dict.fromkeys([segment] if segment is not None else own, call))
-    return bound
+        (segments,) = found
+        if segment is not None and segment not in segments:
+            raise unknown_name(f"segment of table {name!r} in rates", segment, segments)
+        segments.update(dict.fromkeys(segments if segment is None else [segment], _schedule(rate)))
+        named.add(name)
+    return named
 
 
-def own_rates(spec: TableSpec) -> dict[str, Schedule]:
-    """The rate of each segment's own rule, by name; 1 for a rule without one."""
-    rates = {part.name: getattr(part.optimizer, "lr", 1.0) for part in spec.segments}
-    return {
-        name: rate if isinstance(rate, Schedule) else ConstantRate(rate)
-        for name, rate in rates.items()
-    }
+def _schedule(rate: float | Schedule) -> Schedule:
+    return rate if isinstance(rate, Schedule) else ConstantRate(rate)
+
+
+RateGroups = Mapping[tuple[int, str], tuple[RateGroup, ...]]
 
 
 def group_rates(
     collections: Sequence[EmbeddingCollection],
     proxies: Iterable[TableGradient],
     rates: Mapping[RateKey, float | Schedule],
-) -> dict[tuple[int, str], tuple[RateGroup, ...]]:
+) -> RateGroups:
     """The param groups of every table, one per segment, by the id of its shard and its name.
 
     A table's proxies are in its first group. Groups are named "table", or "table/segment" where
     there are several; "#2" and so on distinguishes tables of one name on several shards.
     """
-    named, taken = bind_rates(collections, rates), Counter[str]()
+    own = {
+        (id(collection.shard), table): {
+            # 1 for a rule without one.
+            part.name: _schedule(getattr(part.optimizer, "lr", 1.0))
+            for part in spec.segments
+        }
+        for collection in collections
+        for table, spec in collection.tables.items()
+    }
+    named, taken = bind_rates(own, rates), Counter[str]()
     groups: dict[tuple[int, str], tuple[RateGroup, ...]] = {}
-    for collection in collections:
-        for table, spec in collection.tables.items():
-            key = (id(collection.shard), table)
-            if key in groups:
-                continue
-            taken[table] += 1
-            name = table if taken[table] == 1 else f"{table}#{taken[table]}"
-            own = named.get(table) or own_rates(spec)
-            groups[key] = tuple(
-                RateGroup(
-                    f"{name}/{segment}" if len(own) > 1 else name, table, rate, table in named
-                )
-                for segment, rate in own.items()
+    for (owner, table), segments in own.items():
+        taken[table] += 1
+        name = table if taken[table] == 1 else f"{table}#{taken[table]}"
+        groups[owner, table] = tuple(
+            RateGroup(
+                f"{name}/{segment}" if len(segments) > 1 else name,
+                table,
+                segment,
+                rate,
+                table in named,
             )
-    (first, *_), *_ = groups.values()
+            for segment, rate in segments.items()
+        )
+    every = next(iter(groups.values()))
     for proxy in proxies:
-        slice_of = (id(proxy.shard), proxy.table.rpartition("[")[0])
-        (group, *_) = groups.get((id(proxy.shard), proxy.table)) or groups.get(slice_of) or (first,)
+        (group, *_) = groups_of(groups, proxy.shard, proxy.table) or every
         group.group["params"].append(proxy)
     return groups
 
 
-def hosted_rates(
-    specs: Sequence[TableSpec],
-    rates: Mapping[str, tuple[float, ...]],
-    tables: Mapping[str, TableSpec],
-) -> dict[str, tuple[float, ...]]:
-    """The rates of a shard's tables, which may be column slices of those that were named.
-
-    Args:
-        specs: the shard's.
-        rates: whole table -> one rate per segment.
-        tables: the whole tables by name.
-    """
-    found = {}
-    for spec in specs:
-        name = spec.name if spec.name in tables else spec.name.rpartition("[")[0]
-        if name in rates:
-            by_segment = dict(
-                zip([s.name for s in tables[name].segments], rates[name], strict=True)
-            )
-            found[spec.name] = tuple(by_segment[segment.name] for segment in spec.segments)
-    return found
+def groups_of(groups: RateGroups, shard: Shard, table: str) -> tuple[RateGroup, ...]:
+    """Those of a shard's table, which may be a column slice; none of tables of no collection."""
+    whole = table.rpartition("[")[0]
+    return groups.get((id(shard), table)) or groups.get((id(shard), whole)) or ()
 
 
 def _watched(optimizer: torch.optim.Optimizer) -> bool:
@@ -499,14 +459,13 @@ class SparseOptimizer(torch.optim.Optimizer):
             raise unknown_name("nan_policy", nan_policy, NAN_POLICIES)
         collections = find_collections([modules] if isinstance(modules, nn.Module) else modules)
         self.accumulators = share_accumulators(collections)
-        self._tables = {name: spec for c in collections for name, spec in c.tables.items()}
         self._nan_policy: NanPolicy = nan_policy
         # Refuses a bad clip now, not at the first step.
         self._nan_clip = StepContext(nan_clip=nan_clip).nan_clip
         # Whoever steps several optimizers has asked them all before.
         self.finite_checked = False
         used = {(id(c.shard), name) for c in collections for name in c.tables}
-        self._spread = spread = {id(c.shard) for c in collections if c.distributed}
+        spread = {id(c.shard) for c in collections if c.distributed}
         self.proxies = tuple(
             TableGradient(ledger, k)
             for ledger in self.accumulators
@@ -598,22 +557,23 @@ class SparseOptimizer(torch.optim.Optimizer):
             ConfigError: an "lr" was written of a table whose rate is a schedule.
             DTypeError, InputError: what was written is not a finite number.
         """
-        return {k: row for ledger in self.accumulators for k, row in self._written(ledger).items()}
-
-    def _written(self, ledger: GradientLedger) -> dict[str, tuple[float, ...]]:
         return {
             table: tuple([group.at(self.global_step) for group in groups])
-            for (shard, table), groups in self._rates.items()
-            if shard == id(ledger.shard) and any(group.named or group.touched for group in groups)
+            for (_, table), groups in self._rates.items()
+            if any(group.named or group.touched for group in groups)
         }
 
     def _rates_of(self, ledger: GradientLedger) -> dict[str, tuple[float, ...]]:
+        """As `rates`, of the tables of a shard, which may be column slices."""
+        found: dict[str, tuple[float, ...]] = {}
         if not any([group.named or group.touched for group in self._groups]):
-            return {}  # as mostly
-        rates = self._written(ledger)
-        if id(ledger.shard) not in self._spread:
-            return rates
-        return hosted_rates(ledger.shard.specs, rates, self._tables)
+            return found  # as mostly
+        for spec in ledger.shard.specs:
+            groups = groups_of(self._rates, ledger.shard, spec.name)
+            if any(group.named or group.touched for group in groups):
+                rates = {group.segment: group.at(self.global_step) for group in groups}
+                found[spec.name] = tuple(rates[segment.name] for segment in spec.segments)
+        return found
 
     def resume(self, step: int) -> None:
         """Continue as after this many steps; a checkpoint that loads the tables calls it."""
@@ -629,7 +589,11 @@ class SparseOptimizer(torch.optim.Optimizer):
 
         Rows and their optimizer state belong to the shard's checkpoint.
         """
-        groups = saved_groups(self._groups)
+        groups = [
+            {key: value for key, value in one.group.items() if key != "params"}
+            for one in self._groups
+            if one.touched
+        ]
         return {"global_step": self.global_step, **({"param_groups": groups} if groups else {})}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -640,7 +604,12 @@ class SparseOptimizer(torch.optim.Optimizer):
         """
         self.check_state_dict(state_dict)
         step = state_dict["global_step"]
-        load_groups(self._groups, state_dict.get("param_groups", ()), step)
+        saved = {group["name"]: group for group in state_dict.get("param_groups", ())}
+        for one in self._groups:
+            own = saved.get(one.name, {})
+            one.group.update({k: v for k, v in own.items() if k not in _OWN})
+            if "lr" not in own or not one.is_number:
+                one.show(step)
         self.resume(step)
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -673,14 +642,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             NonFiniteGradient: a gradient held NaN or infinity under the policy "raise", here or
                 on another rank.
         """
-        if shared(self.accumulators) is None:
-            for ledger in self.accumulators:
-                ledger.shard.check()
-            return
-        found: ShoalError | None = None
-        for ledger in self.accumulators:
-            found = _found(ledger) or found
-        self._raise_together(torch.tensor(found is not None, device="cpu"), found)
+        self._raise_together(next(filter(None, map(_found, self.accumulators)), None))
 
     def check_finite(self) -> None:
         """Under the policy "raise", raise NonFiniteGradient on all ranks before anything steps.
@@ -693,23 +655,18 @@ class SparseOptimizer(torch.optim.Optimizer):
         asked = [ledger for ledger in self.accumulators if ledger.shard.device.type == "cpu"]
         if self._nan_policy != "raise" or not asked:
             return
-        if shared(self.accumulators) is None:
-            for ledger in asked:
-                if not ledger.finite():
-                    raise _not_finite(_names([ledger]))
-            return
         bad = [ledger for ledger in asked if not ledger.finite()]
-        self._raise_together(
-            torch.tensor(bool(bad), device="cpu"), _not_finite(_names(bad)) if bad else None
-        )
+        self._raise_together(_not_finite(_names(bad)) if bad else None)
 
-    def _raise_together(self, here: Tensor, found: ShoalError | None) -> None:
-        """Raise on every rank what any of them found; a collective call."""
-        ranks = anywhere(self.accumulators, [here]).nonzero().flatten().tolist()
+    def _raise_together(self, found: NonFiniteGradient | None) -> None:
+        """Raise on every rank what any of them found; a collective call over several."""
+        if shared(self.accumulators) is not None:
+            here = torch.tensor(found is not None, device="cpu")
+            ranks = anywhere(self.accumulators, [here]).nonzero().flatten().tolist()
+            if ranks and found is None:
+                found = _not_finite(f"{_names(self.accumulators)} on ranks {ranks}")
         if found is not None:
             raise found
-        if ranks:
-            raise _not_finite(f"{_names(self.accumulators)} on ranks {ranks}")
 
 
 def _found(ledger: GradientLedger) -> NonFiniteGradient | None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -56,8 +55,9 @@ def zeroed(tree: Any) -> Any:
 def hold_for(batch: Any, stream: torch.cuda.Stream) -> None:
     """Keep the memory of a batch's CUDA tensors until what `stream` was given by then is done."""
     for part in _leaves(batch):
-        for tensor in [part] if isinstance(part, Tensor) else _tensors_of(part):
-            if tensor.is_cuda:
+        own = [] if isinstance(part, Tensor) else [getattr(part, one.name) for one in fields(part)]
+        for tensor in (part, *own):
+            if isinstance(tensor, Tensor) and tensor.is_cuda:
                 tensor.record_stream(stream)
 
 
@@ -113,20 +113,13 @@ def _leaves(tree: Any) -> Iterator[Tensor | KeyedRagged | Ragged]:
     yield from found
 
 
-def _tensors_of(part: KeyedRagged | Ragged) -> Iterator[Tensor]:
-    for one in dataclasses.fields(part):
-        value = getattr(part, one.name)
-        if isinstance(value, Tensor):
-            yield value
-
-
 def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
     """A tree with its tensors and ids changed."""
     if isinstance(tree, Tensor | KeyedRagged | Ragged):
         return change(tree)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        parts = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if f.init}
-        return dataclasses.replace(tree, **{k: _mapped(v, change) for k, v in parts.items()})
+    if is_dataclass(tree) and not isinstance(tree, type):
+        parts = {f.name: getattr(tree, f.name) for f in fields(tree) if f.init}
+        return replace(tree, **{k: _mapped(v, change) for k, v in parts.items()})
     if isinstance(tree, Mapping):
         return {key: _mapped(value, change) for key, value in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -149,13 +142,13 @@ def _without_ids(part: KeyedRagged | Ragged) -> KeyedRagged | Ragged:
     ids_0 = torch.empty(0, dtype=torch.int64, device="cpu")
     made = KeyedRagged.from_lengths(part.keys, ids_0, lengths_FB)
     if weights_N is not None:
-        made = dataclasses.replace(made, weights_N=weights_N.cpu())
+        made = replace(made, weights_N=weights_N.cpu())
     return made.to(part.values_N.device)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Reading:
-    """One answer of a source.
+    """One answer of a source, and the batch in flight.
 
     Args:
         index: which batch was asked for.
@@ -164,6 +157,8 @@ class Reading:
         weight: what it weighs in a loss.
         error: what the source raised instead.
         sent: on CUDA, the event after which the batch is there.
+        idle: it has no ids, and stands for the batch of a rank whose data has ended.
+        fetched: on CUDA, the event after which its rows are there.
     """
 
     index: int
@@ -172,6 +167,8 @@ class Reading:
     weight: float = 0.0
     error: BaseException | None = None
     sent: torch.cuda.Event | None = None
+    idle: bool = False
+    fetched: torch.cuda.Event | None = None
 
 
 class Prefetcher:
@@ -194,8 +191,9 @@ class Prefetcher:
         self._asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Reading] = queue.SimpleQueue()
         stopped = threading.Event()
-        # The thread holds no reference to this object, so that dropping it ends the thread.
-        self._close = weakref.finalize(self, _stop, stopped, self._asked)
+        # Ends the thread, after the batch it is reading; a second call does nothing. The thread
+        # holds no reference to this object, so that dropping it ends the thread, too.
+        self.close = weakref.finalize(self, _stop, stopped, self._asked)
         self.thread = threading.Thread(
             target=_read_ahead,
             args=(partial(_read, source, device, weigh, held_for), device),
@@ -212,10 +210,6 @@ class Prefetcher:
     def take(self) -> Reading:
         """The next answer, in the order asked; waits for it."""
         return self._answers.get()
-
-    def close(self) -> None:
-        """End the thread, after the batch it is reading; a second call does nothing."""
-        self._close()
 
 
 def _stop(stopped: threading.Event, asked: queue.SimpleQueue[int | None]) -> None:

@@ -11,31 +11,14 @@ from typing import Any
 import torch
 
 from shoal.comm.collectives import Collectives, Pending
-from shoal.pipeline import batches
+from shoal.comm.consensus import rank_rows
+from shoal.pipeline import batches, scheduler
 from shoal.pipeline.batches import Prefetcher, Reading
-from shoal.pipeline.scheduler import (
-    BatchLoaded,
-    Command,
-    Done,
-    Event,
-    Settings,
-    Settled,
-    advance,
-    start,
-)
+from shoal.pipeline.scheduler import Command, Facts, Settings, State
 from shoal.pipeline.stages import Stages, Step
-from shoal.pipeline.voting import Ballot, Tally, ballots_of, vote
+from shoal.pipeline.voting import Ballot, Tally
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Slot:
-    """A batch in flight."""
-
-    reading: Reading
-    idle: bool = False
-    fetched: torch.cuda.Event | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +87,7 @@ class Executor:
                 self._early = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
                 streams = (*streams, self._early)
         self._loader = Prefetcher(source, device, stages.weight_of, streams)
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, Reading] = {}
         self._cast: dict[int, tuple[Pending, int]] = {}
         # What a rank without data trains on: its first batch, or another rank's, without ids.
         self._empty: Any = None
@@ -112,8 +95,8 @@ class Executor:
         self._dropped = 0
         self._forwarded: Round | None = None
         self._round: Round | None = None
-        self._state, commands = start(settings)
-        self._following = self._sorted(commands)
+        self._state = State(settings)
+        self._follow(scheduler.start(settings))
 
     @property
     def tickets(self) -> int:
@@ -137,64 +120,45 @@ class Executor:
             DataError: a rank could not load its batch; there, what its source raised.
         """
         self._round = None
-        while not self._state.stopped:
-            following = self._following
-            if self._is_over(following):
-                break
-            if following is None:
+        while not self._state.stopped and not self._is_over():
+            command = self._state.running
+            if command is None:
                 self._take_loaded()
             else:
-                self._following = None
-                self._happened(self._run(following))
+                facts: Facts | None = getattr(self, f"_{command.action}")(command)
+                self._follow(scheduler.done(self._state, facts))
         return self._round
 
-    def _is_over(self, following: Command | None) -> bool:
+    def _is_over(self) -> bool:
         """Whether a batch is trained and its window is done with."""
-        if self._round is None:
-            return False
-        return following is None or following.action not in ("apply", "evict", "snapshot")
+        command = self._state.running
+        after = command is not None and command.action in ("apply", "evict", "snapshot")
+        return self._round is not None and not after
 
-    def _sorted(self, commands: tuple[Command, ...]) -> Command | None:
-        """Hand loads to their thread; at most one other command is out."""
-        other = None
-        for command in commands:
-            if command.action == "load":
-                self._loader.ask(command.index)
-            else:
-                other = command
-        return other
-
-    def _happened(self, event: Event) -> None:
-        self._state, commands = advance(self._state, event)
-        other = self._sorted(commands)
-        if other is not None:
-            self._following = other
+    def _follow(self, state: State) -> None:
+        """Take the next state; batches that are to be loaded by now are asked for."""
+        for index in range(self._state.loads, state.loads):
+            self._loader.ask(index)
+        self._state = state
 
     def _take_loaded(self) -> None:
         reading = self._loader.take()
-        self._slots[reading.index] = _Slot(reading)
+        self._slots[reading.index] = reading
         if reading.found and self._empty is None:
             self._empty = batches.emptied(reading.batch)
-        self._happened(BatchLoaded(reading.index, reading.found))
-
-    def _run(self, command: Command) -> Event:
-        if command.action == "settle":
-            return self._settle(command.index)
-        getattr(self, f"_{command.action}")(command)
-        return Done(command)
+        self._follow(scheduler.loaded(self._state, reading.found))
 
     def _batch(self, index: int) -> Any:
         """The batch to run a stage with: this rank's, or one without ids."""
         slot = self._slots.get(index)
-        if slot is None or not slot.reading.found:
+        if slot is None or not slot.found:
             # A new object each time: lookups go by the identity of their batch.
-            empty = Reading(index, True, batches.emptied(self._empty))
-            slot = self._slots[index] = _Slot(empty, idle=True)
-        return slot.reading.batch
+            empty = batches.emptied(self._empty)
+            slot = self._slots[index] = Reading(index, True, empty, idle=True)
+        return slot.batch
 
     def _vote(self, command: Command) -> None:
-        slot = self._slots.get(command.index)
-        reading = Reading(command.index, False) if slot is None else slot.reading
+        reading = self._slots.get(command.index) or Reading(command.index, False)
         wants_snapshot = self._snapshot_before is not None and self._snapshot_before(command.index)
         room = self._stages.room()
         ballot = Ballot(
@@ -208,20 +172,22 @@ class Executor:
         )
         self._snapshot_asked = False
         self._control.step = self._state.applied
-        pending = vote(self._control, ballot, command.index)
+        what = f"vote on batch {command.index}"
+        pending = rank_rows(self._control, ballot.numbers(), what=what)
         self._cast[command.index] = (pending, self._state.probed)
 
-    def _settle(self, index: int) -> Settled:
-        pending, probed = self._cast.pop(index)
-        ballots = ballots_of(pending)
-        slot = self._slots.get(index)
-        if slot is not None and slot.reading.error is not None:
-            raise slot.reading.error
+    def _settle(self, command: Command) -> Facts:
+        pending, probed = self._cast.pop(command.index)
+        (every_WX,) = pending.wait()
+        ballots = [Ballot.of(row) for row in every_WX.tolist()]
+        slot = self._slots.get(command.index)
+        if slot is not None and slot.error is not None:
+            raise slot.error
         facts = self._tally.settle(ballots, probed)
-        if index == 0 and facts.train:
-            self._wait(None if slot is None else slot.reading.sent)
+        if command.index == 0 and facts.train:
+            self._wait(None if slot is None else slot.sent)
             self._share_empty([ballot.found for ballot in ballots])
-        return Settled(index, facts)
+        return facts
 
     def _share_empty(self, found: list[bool]) -> None:
         """Give ranks whose data ended before it began a batch of another rank's, without ids."""
@@ -255,7 +221,7 @@ class Executor:
     def _begin(self, command: Command) -> None:
         batch = self._batch(command.index)
         with self._on_early_stream():
-            self._wait(self._slots[command.index].reading.sent)
+            self._wait(self._slots[command.index].sent)
             self._stages.begin(batch)
 
     def _probe(self, command: Command) -> None:
@@ -270,22 +236,22 @@ class Executor:
 
     def _forward(self, command: Command) -> None:
         slot = self._slots[command.index]
-        self._wait(slot.reading.sent)
+        self._wait(slot.sent)
         self._wait(slot.fetched)
         step = self._stages.forward(
-            slot.reading.batch, last=self._ends_window(command.index), idle=slot.idle
+            slot.batch, last=self._ends_window(command.index), idle=slot.idle
         )
         if slot.idle:
             step = Step(batches.zeroed(step.losses), None)
-        batch = None if slot.idle else slot.reading.batch
-        self._forwarded = Round(command.index, step, batch, slot.reading.weight)
+        batch = None if slot.idle else slot.batch
+        self._forwarded = Round(command.index, step, batch, slot.weight)
 
     def _backward(self, command: Command) -> None:
         size = self._settings.accumulation
         first = command.index // size * size
         stop = first + size if self._state.end is None else min(first + size, self._state.end)
         total = self._tally.weight(first, stop)
-        own = self._slots[command.index].reading.weight
+        own = self._slots[command.index].weight
         # Gradients are averaged over ranks.
         share = own / total * self._control.world_size if total else 0.0
         self._stages.backward(share, last=self._ends_window(command.index))
@@ -314,7 +280,7 @@ class Executor:
 
     def _drop(self, command: Command) -> None:
         slot = self._slots.pop(command.index)
-        self._dropped += slot.reading.found
+        self._dropped += slot.found
         self._stages.drop()
 
     def _stop(self, command: Command) -> None:

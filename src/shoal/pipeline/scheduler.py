@@ -1,15 +1,13 @@
-"""When each stage of each batch runs: a pure function from states and events to commands."""
+"""When each stage of each batch runs: pure functions from a state and an answer to the next."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from shoal.errors import ConfigError
 
 Action = Literal[
-    "load",
     "vote",
     "settle",
     "begin",
@@ -87,7 +85,6 @@ class Facts:
 
     Args:
         train: the round takes place; False at the end of the data.
-        drain: at the end, batches before it are trained; False drops them.
         defer_inserts: its new ids may not fit next to those of batches under way.
         snapshot: a snapshot point is wanted before it (before the next window, if it is in the
             midst of one).
@@ -95,7 +92,6 @@ class Facts:
     """
 
     train: bool = True
-    drain: bool = True
     defer_inserts: bool = False
     snapshot: bool = False
     evict_s: int | None = None
@@ -110,36 +106,12 @@ class Command:
     evict_s: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BatchLoaded:
-    """The answer to "load"; found is False at the end of this rank's data."""
-
-    index: int
-    found: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """The answer to "settle"."""
-
-    index: int
-    facts: Facts
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """The answer to any other command."""
-
-    command: Command
-
-
-Event = BatchLoaded | Settled | Done
-
-
 class State(NamedTuple):
     """Where everything stands. Counters say how many batches (windows) have passed a stage.
 
-    A tuple, since a round makes some thirty of them between the launches of a step.
+    `loads` batches are to be loaded by now, one after the other; `running` is the one other thing
+    to do, if there is any. A tuple, since a round makes some thirty of them between the launches of
+    a step.
     """
 
     settings: Settings = Settings()
@@ -178,63 +150,53 @@ class State(NamedTuple):
         return -(-self.trained // size) if self.trained == self.end else self.trained // size
 
 
-def start(settings: Settings) -> tuple[State, tuple[Command, ...]]:
-    """The first state, and the commands to begin with."""
+def start(settings: Settings) -> State:
+    """The first state."""
     return _released(State(settings))
 
 
-def advance(state: State, event: Event) -> tuple[State, tuple[Command, ...]]:
-    """The state after an event, and the commands that became possible.
-
-    At most one command other than "load" is out at a time; "load" commands are answered in any
-    order among the others, each once.
-    """
-    if isinstance(event, BatchLoaded):
-        return _released(_loaded(state, event))
-    if isinstance(event, Settled):
-        return _released(_settled(state._replace(running=None), event))
-    return _released(_done(state._replace(running=None), event.command))
+def loaded(state: State, found: bool) -> State:
+    """The state after the next batch was asked for; not found: this rank's data has ended."""
+    index = state.answered
+    state = state._replace(answered=index + 1)
+    if found:
+        state = state._replace(held=state.held | {index})
+    elif state.dry_at is None:
+        state = state._replace(dry_at=index)
+    return _released(state)
 
 
-def _released(state: State) -> tuple[State, tuple[Command, ...]]:
-    commands = []
-    while _may_load(state):
-        commands.append(Command("load", state.loads))
-        state = state._replace(loads=state.loads + 1)
+def done(state: State, facts: Facts | None = None) -> State:
+    """The state after what was `running`; facts: what a "settle" found."""
+    command = state.running
+    assert command is not None, "nothing runs"
+    state = state._replace(running=None)
+    if facts is None:
+        return _released(_passed(state, command))
+    return _released(_settled(state, command.index, facts))
+
+
+def _released(state: State) -> State:
+    if state.dry_at is None and state.end is None:
+        most = state.trained + state.settings.in_flight
+        state = state._replace(loads=max(state.loads, most))
     if state.running is None and not state.stopped:
-        following = _following(state)
-        if following is not None:
-            commands.append(following)
-            state = state._replace(running=following)
-    return state, tuple(commands)
+        state = state._replace(running=_following(state))
+    return state
 
 
-def _may_load(state: State) -> bool:
-    if state.dry_at is not None or state.end is not None:
-        return False
-    return state.loads < state.trained + state.settings.in_flight
-
-
-def _loaded(state: State, event: BatchLoaded) -> State:
-    state = state._replace(answered=event.index + 1)
-    if event.found:
-        return state._replace(held=state.held | {event.index})
-    return state._replace(dry_at=event.index if state.dry_at is None else state.dry_at)
-
-
-def _settled(state: State, event: Settled) -> State:
+def _settled(state: State, index: int, facts: Facts) -> State:
     state = state._replace(settled=state.settled + 1)
     if state.end is not None:
         return state
-    facts = event.facts
     state = state._replace(facts=(*state.facts, facts))
     if facts.snapshot:
         size = state.settings.accumulation
-        snapshot_at = -(-event.index // size) * size
+        snapshot_at = -(-index // size) * size
         if snapshot_at not in state.snapshots:
             state = state._replace(snapshots=(*state.snapshots, snapshot_at))
     if not facts.train:
-        state = state._replace(end=event.index if facts.drain else state.trained)
+        state = state._replace(end=index if state.settings.drain else state.trained)
     return state
 
 
@@ -250,7 +212,7 @@ _PASSED = {
 }
 
 
-def _done(state: State, command: Command) -> State:
+def _passed(state: State, command: Command) -> State:
     counter = _PASSED.get(command.action)
     if counter is not None:
         state = state._replace(**{counter: getattr(state, counter) + 1})
@@ -264,14 +226,11 @@ def _done(state: State, command: Command) -> State:
     # Windows after which nothing is due are passed over.
     while state.evicted < state.applied and _evict_s(state, state.evicted) is None:
         state = state._replace(evicted=state.evicted + 1)
-    return _pruned(state)
-
-
-def _pruned(state: State) -> State:
     needless = state.evicted * state.settings.accumulation - state.facts_from
-    if needless <= 0:
-        return state
-    return state._replace(facts=state.facts[needless:], facts_from=state.facts_from + needless)
+    if needless > 0:
+        kept = state.facts[needless:]
+        state = state._replace(facts=kept, facts_from=state.facts_from + needless)
+    return state
 
 
 def _following(state: State) -> Command | None:
@@ -356,11 +315,7 @@ def _may_probe(state: State) -> bool:
 
 
 def _evict_s(state: State, window: int) -> int | None:
-    times = [facts.evict_s for facts in _facts_of(state, window) if facts.evict_s is not None]
-    return max(times, default=None)
-
-
-def _facts_of(state: State, window: int) -> Iterator[Facts]:
     size = state.settings.accumulation
     first = max(window * size - state.facts_from, 0)
-    yield from state.facts[first : (window + 1) * size - state.facts_from]
+    facts = state.facts[first : (window + 1) * size - state.facts_from]
+    return max((one.evict_s for one in facts if one.evict_s is not None), default=None)

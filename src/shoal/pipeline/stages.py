@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ class Step(NamedTuple):
     predictions: Any
 
 
+@dataclass(eq=False)
 class Stages:
     """What an executor calls, in the scheduler's order, all from one thread.
 
@@ -49,31 +51,22 @@ class Stages:
         step: does the optimizer's step instead, clipping for example; zeroes gradients too.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
-        *,
-        loss_of: Callable[[Any, Any], Losses] | None = None,
-        scaler: torch.amp.GradScaler | None = None,
-        ids_of: Callable[[Any], KeyedRagged | Mapping[str, KeyedRagged]] = ids_of,
-        weight_of: Callable[[Any], float] = weight_of,
-        event_time_of: Callable[[Any], int] = event_time_of,
-        step: Callable[[], None] | None = None,
-    ) -> None:
-        self.model = model
-        self._optimizer = optimizer
-        self._loss_of = loss_of
-        self._scaler = scaler
-        self._ids_of = ids_of
-        self.weight_of = weight_of
-        self.event_time_of = event_time_of
-        self._step = self._plain_step if step is None else step
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+    _: KW_ONLY
+    loss_of: Callable[[Any, Any], Losses] | None = None
+    scaler: torch.amp.GradScaler | None = None
+    ids_of: Callable[[Any], KeyedRagged | Mapping[str, KeyedRagged]] = ids_of
+    weight_of: Callable[[Any], float] = weight_of
+    event_time_of: Callable[[Any], int] = event_time_of
+    step: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
         self._collections = {
             # As in the model itself, however it is wrapped.
             name.removeprefix("module."): part
-            for name, part in model.named_modules()
-            if isinstance(part, EmbeddingCollection) and optimizer is not None
+            for name, part in self.model.named_modules()
+            if isinstance(part, EmbeddingCollection) and self.optimizer is not None
         }
         self._total: Tensor | None = None
 
@@ -104,13 +97,13 @@ class Stages:
         last: the batch ends its window.
         idle: it stands for none; running statistics stay as they are.
         """
-        if self._optimizer is None:
+        if self.optimizer is None:
             with torch.inference_mode():
                 return Step(None, self.model(batch))
         with self._reducing(last), resting(self.model) if idle else nullcontext():
             given = self.model(batch)
-        if self._loss_of is not None:
-            losses, predictions = self._loss_of(given, batch), given
+        if self.loss_of is not None:
+            losses, predictions = self.loss_of(given, batch), given
         elif isinstance(given, tuple) and len(given) > 1:
             losses, predictions = given[0], given[1]
         else:
@@ -127,19 +120,27 @@ class Stages:
     def backward(self, share: float, *, last: bool) -> None:
         """Send back the gradients of the last forward's losses, times `share`."""
         total, self._total = self._total, None
-        if self._optimizer is None:
+        if self.optimizer is None:
             return
         assert total is not None, "forward comes first"
         loss = total * share
         # In this thread: a GPU's backward thread costs the host more than what it launches.
         with self._reducing(last), torch.autograd.set_multithreading_enabled(False):
-            if self._scaler is not None:
-                loss = self._scaler.scale(loss)
+            if self.scaler is not None:
+                loss = self.scaler.scale(loss)
             loss.backward()  # type: ignore[no-untyped-call]
 
     def apply(self) -> None:
         """One optimizer step over what backward recorded."""
-        self._step()
+        if self.step is not None:
+            self.step()
+        elif self.optimizer is not None:
+            if self.scaler is None:
+                self.optimizer.step()
+            else:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            self.optimizer.zero_grad()
 
     def evict(self, now_s: int) -> None:
         """Drop rows expired at this event time."""
@@ -173,7 +174,7 @@ class Stages:
         }
 
     def _lookups(self, batch: Any) -> list[tuple[EmbeddingCollection, KeyedRagged]]:
-        given = self._ids_of(batch) if self._collections else {}
+        given = self.ids_of(batch) if self._collections else {}
         return [
             (collection, given[name] if isinstance(given, Mapping) else given)
             for name, collection in self._collections.items()
@@ -183,16 +184,6 @@ class Stages:
         """Dense gradients are reduced over ranks once a window."""
         pause = None if last else getattr(self.model, "no_sync", None)
         return nullcontext() if pause is None else pause()
-
-    def _plain_step(self) -> None:
-        if self._optimizer is None:
-            return
-        if self._scaler is None:
-            self._optimizer.step()
-        else:
-            self._scaler.step(self._optimizer)
-            self._scaler.update()
-        self._optimizer.zero_grad()
 
 
 def _room(shard: Shard, table: str) -> int:

@@ -17,19 +17,20 @@ over all ranks, so that uneven batches give the gradient of the whole window's m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from shoal.comm.collectives import Collectives, LocalCollectives
+from shoal.comm.consensus import require_same
 from shoal.embedding.collection import EmbeddingCollection
 from shoal.errors import ConfigError, InputError
 from shoal.pipeline import batches
 from shoal.pipeline.executor import Executor, Round
 from shoal.pipeline.scheduler import Settings
 from shoal.pipeline.stages import Losses, Stages, Step
-from shoal.pipeline.voting import require_same_settings
 from shoal.ragged import KeyedRagged
 
 
@@ -73,12 +74,12 @@ class TrainPipeline:
         evict_due_s: int | None = None,
     ) -> None:
         self._model = model
-        self._stages = stages
         self._settings = settings
         self._device = device
         self._control = control
-        self._snapshot_before = snapshot_before
-        self._first_due_s = evict_due_s
+        self._executor_over = partial(
+            Executor, settings, stages, snapshot_before=snapshot_before, evict_due_s=evict_due_s
+        )
         self._source: Iterator[Any] | None = None
         self._executor: Executor | None = None
         self._attached = True
@@ -199,7 +200,15 @@ class TrainPipeline:
 
     def _executor_for(self, iterator: Iterator[Any]) -> Executor:
         if self._executor is None:
-            self._executor, self._source = self._executor_over(iter(iterator)), iterator
+            control = _control_of(self._model) if self._control is None else self._control
+            # Ranks whose pipelines differ would wait for each other in vain.
+            remedy = "Make the pipeline from the same configuration on each rank."
+            require_same(control, "settings of a pipeline", repr(self._settings), remedy=remedy)
+            device = _device_of(self._model) if self._device is None else self._device
+            # "cuda" alone has no number, and threads want one.
+            device = torch.empty(0, device=device).device
+            self._executor = self._executor_over(control, device, iter(iterator))
+            self._source = iterator
             if self._snapshot_asked:
                 self._executor.ask_snapshot()
             self._snapshot_asked = False
@@ -211,22 +220,6 @@ class TrainPipeline:
                 remedy="Call iter(loader) once a pass; close() gives a run up.",
             )
         return self._executor
-
-    def _executor_over(self, source: Iterator[Any]) -> Executor:
-        control = _control_of(self._model) if self._control is None else self._control
-        require_same_settings(control, self._settings)
-        device = _device_of(self._model) if self._device is None else self._device
-        return Executor(
-            self._settings,
-            self._stages,
-            control,
-            torch.empty(
-                0, device=device
-            ).device,  # "cuda" alone has no number, and threads want one
-            source,
-            snapshot_before=self._snapshot_before,
-            evict_due_s=self._first_due_s,
-        )
 
 
 class PredictPipeline(TrainPipeline):

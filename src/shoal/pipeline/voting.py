@@ -6,16 +6,13 @@ It is one small all-reduce on the host, begun a batch ahead and waited for when 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from shoal.comm.collectives import Collectives, Pending
-from shoal.comm.consensus import rank_rows, require_same
 from shoal.errors import DataError
 from shoal.pipeline.scheduler import Facts, Settings
 
 
-@dataclass(frozen=True, slots=True)
-class Ballot:
+class Ballot(NamedTuple):
     """What one rank reports about one batch.
 
     Args:
@@ -38,44 +35,17 @@ class Ballot:
 
     def numbers(self) -> list[float]:
         """As float64 numbers, exact below 2^53."""
-        flags = [float(self.found), float(self.failed), self.weight]
-        return [*flags, float(self.event_time_s), float(self.snapshot), *self.incoming, *self.room]
+        return [*map(float, self[:5]), *self.incoming, *self.room]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Ballot:
         """From `numbers`."""
-        rest = [int(number) for number in numbers[5:]]
+        found, failed, weight, event_time_s, snapshot, *rest = numbers
         half = len(rest) // 2
+        incoming, room = (tuple(map(int, part)) for part in (rest[:half], rest[half:]))
         return cls(
-            found=bool(numbers[0]),
-            failed=bool(numbers[1]),
-            weight=numbers[2],
-            event_time_s=int(numbers[3]),
-            snapshot=bool(numbers[4]),
-            incoming=tuple(rest[:half]),
-            room=tuple(rest[half:]),
+            bool(found), bool(failed), weight, int(event_time_s), bool(snapshot), incoming, room
         )
-
-
-def require_same_settings(control: Collectives, settings: Settings) -> None:
-    """Refuse ranks whose pipelines differ, which would wait for each other in vain.
-
-    Raises:
-        ConfigError: another rank has other settings.
-    """
-    remedy = "Make the pipeline from the same configuration on each rank."
-    require_same(control, "settings of a pipeline", repr(settings), remedy=remedy)
-
-
-def vote(control: Collectives, ballot: Ballot, index: int) -> Pending:
-    """Send a ballot; `ballots_of` the result."""
-    return rank_rows(control, ballot.numbers(), what=f"vote on batch {index}")
-
-
-def ballots_of(pending: Pending) -> tuple[Ballot, ...]:
-    """The ballots, by rank; waits for them."""
-    (every_WX,) = pending.wait()
-    return tuple(Ballot.of(row) for row in every_WX.tolist())
 
 
 class Tally:
@@ -123,7 +93,6 @@ class Tally:
         times = [ballot.event_time_s for ballot in ballots if ballot.found] if train else []
         facts = Facts(
             train=train,
-            drain=self._settings.drain,
             defer_inserts=train and self._tight(ballots, probed, index),
             snapshot=any(ballot.snapshot for ballot in ballots),
             evict_s=None if self.ended else self._evict_s(index, train, times),

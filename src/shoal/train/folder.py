@@ -83,11 +83,17 @@ class RunFolder:
 
     def read_best(self) -> dict[str, Any]:
         """What best.json says of the best checkpoint; empty where there is none."""
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            best: dict[str, Any] = json.loads(self.best.read_text(encoding="utf-8"))
-            if {"checkpoint", "metric", "value", "since"} <= best.keys():
-                return best
-        return {}
+        best = _json(self.best)
+        return best if {"checkpoint", "metric", "value", "since"} <= best.keys() else {}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """What a JSON file holds; nothing where there is none, or an incomplete one."""
+    with suppress(OSError, ValueError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+    return {}
 
 
 def hold(folder: RunFolder, held: ExitStack) -> None:
@@ -198,7 +204,8 @@ def unfinished(config: RunConfig) -> RunFolder | None:
 
 def made_by(config: RunConfig, job: str) -> RunFolder | None:
     """The newest run of a config's name that this job of a launcher made."""
-    return next((one for one in _runs_of(config) if _job_of(one) == job), None)
+    made = (one for one in _runs_of(config) if _json(one.launch).get("job") == job)
+    return next(made, None)
 
 
 def existing(path: str) -> RunFolder:
@@ -228,16 +235,6 @@ def _runs_of(config: RunConfig) -> Iterator[RunFolder]:
             found.append(((match[1], int(match[2] or 1)), path))
     for _, path in sorted(found, reverse=True):
         yield RunFolder(path)
-
-
-def _job_of(folder: RunFolder) -> str | None:
-    if not folder.launch.is_file():
-        return None
-    try:
-        job: str | None = json.loads(folder.launch.read_text(encoding="utf-8")).get("job")
-    except (OSError, ValueError, AttributeError):  # incomplete if its job was killed
-        return None
-    return job
 
 
 def _make_new(base: Path, stem: str) -> Path:

@@ -30,6 +30,7 @@ from shoal.models import Predicted
 from shoal.models.tasks import AMP_DTYPES, inputs_of_ids, outputs_of, sampled_logits
 from shoal.models.user_item import ItemFrequency
 from shoal.optim import JointOptimizer, ParameterAverage, SparseOptimizer, clip_grad_norm_
+from shoal.pipeline.batches import weight_of
 from shoal.planner import Plan
 from shoal.ps.averaging import DenseAverage, average_of
 from shoal.ps.client import ServerExchange, connect
@@ -303,12 +304,12 @@ class Learner:
         if not self.model.training:
             self.model.train()
         # Of a window that weighs nothing the loss is 0, and so are gradients.
-        total = sum(window_weight(batch) for batch in window) or 1.0
+        total = sum(map(weight_of, window)) or 1.0
         seen: list[Tensor] = []
         self.begin_step()
         for batch in map(self._moved, window):
             outputs = self._trained(batch)
-            loss = self.scaled(self._loss_sum(outputs, batch) / total)
+            loss = self._scaler.scale(self._loss_sum(outputs, batch) / total)
             # In this thread: a GPU's backward thread costs the host more than what it launches.
             with torch.autograd.set_multithreading_enabled(False):
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -323,7 +324,7 @@ class Learner:
             mean = self._loss_sum(outputs, batch) / max(batch.labels.numel(), 1)
         else:
             mean = self._loss_sum(outputs, batch) / batch.weights.sum().clamp_min(1e-30)
-        return self.scaled(mean), self._objective.logits(outputs)
+        return self._scaler.scale(mean), self._objective.logits(outputs)
 
     def _trained(self, batch: Batch) -> Tensor:
         outputs: Tensor = self.model(batch)
@@ -331,11 +332,6 @@ class Learner:
 
     def _loss_sum(self, outputs: Tensor, batch: Batch) -> Tensor:
         return self._objective.loss_sum(outputs, batch.labels_BT, batch.weights)
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        """A loss as backward takes it under mixed precision."""
-        scaled: Tensor = self._scaler.scale(loss)
-        return scaled
 
     def predict(self, batch: Batch) -> Tensor:
         """Probabilities [B] or [B, T], float32, on the run's device; nothing is inserted."""
@@ -481,11 +477,6 @@ def _connected(specs: Sequence[TableSpec], config: RunConfig) -> tuple[Discovery
     return discovery, exchange
 
 
-def window_weight(batch: Batch) -> float:
-    """What a batch weighs in a loss: its examples, or the sum of their weights."""
-    return float(batch.labels.numel() if batch.weights is None else batch.weights.sum())
-
-
 def contents_of(
     learners: Sequence[Learner],
     state: Mapping[str, Any] | None = None,
@@ -509,18 +500,16 @@ def contents_of(
     )
 
 
-def skipped_in_slices(tables: HostedTables) -> int | None:
+def skipped_in_slices(tables: HostedTables) -> int:
     """Rows that column slices on this rank have left as they were for their gradient's sake.
 
-    Their other slices have changed, so that slices differ in which rows a delta has. None: no
-    table lies in column slices.
+    Their other slices have changed, so that slices differ in which rows a delta has.
     """
-    placed = [] if tables.placement is None else [
-        (spec, tables.placement.of(spec.name)) for spec in tables.specs
-    ]  # fmt: skip
+    if tables.placement is None:
+        return 0
+    placed = [(spec, tables.placement.of(spec.name)) for spec in tables.specs]
     names = {
         hosted_spec(spec, one).name for spec, slices in placed if len(slices) > 1 for one in slices
     }
-    if not names:
-        return None
-    return sum(one.nonfinite_skipped for one in tables.shard.stats() if one.name in names)
+    stats = tables.shard.stats() if names else ()
+    return sum(one.nonfinite_skipped for one in stats if one.name in names)

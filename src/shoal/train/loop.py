@@ -19,7 +19,7 @@ from shoal.pipeline import create_train_pipeline
 from shoal.table.hosting import HostedTables, hosted_spec
 from shoal.telemetry import ProgressLine, ProgressState, ScalarSink
 from shoal.train.course import Course
-from shoal.train.learner import Learner, window_weight
+from shoal.train.learner import Learner
 from shoal.train.observing import RunObserver
 from shoal.train.ranks import Ranks
 from shoal.train.retrieval import Retrieval
@@ -35,18 +35,16 @@ def counted_rows(tables: HostedTables, rank: int) -> dict[str, int]:
     Of columns in slices the first one's rows count, of replicas and of rows that all ranks share
     (on parameter servers) the first rank's.
     """
-    shard = tables.shard
-    if tables.placement is None and rank:
-        return dict.fromkeys((spec.name for spec in tables.specs), 0)
+    shard, placement = tables.shard, tables.placement
     local = {spec.name: k for k, spec in enumerate(shard.specs)}
-    if tables.placement is None:
-        return {spec.name: shard.size(local[spec.name]) for spec in tables.specs}
-    rows = dict.fromkeys((spec.name for spec in tables.specs), 0)
+    rows = {}
     for spec in tables.specs:
-        first = tables.placement.of(spec.name)[0]
-        ranks = first.ranks[:1] if first.replicated else first.ranks
-        if rank in ranks:
-            rows[spec.name] += shard.size(local[hosted_spec(spec, first).name])
+        name, counts = spec.name, rank == 0
+        if placement is not None:
+            first = placement.of(spec.name)[0]
+            name = hosted_spec(spec, first).name
+            counts = rank in (first.ranks[:1] if first.replicated else first.ranks)
+        rows[spec.name] = shard.size(local[name]) if counts else 0
     return rows
 
 
@@ -56,140 +54,116 @@ class Trained:
 
     Args:
         logits: by model, of each batch, from before the step; detached, on the run's device.
-        paused: nothing of later batches has begun.
-        evict_due_s: then, the event time at which the next eviction is due; None: the first
-            batches settle it.
+        paused: nothing of later batches has begun, and `run_state.evict_due_s` is of now.
     """
 
     window: Sequence[Batch]
     logits: Mapping[str, Sequence[Tensor]]
     paused: bool = False
-    evict_due_s: int | None = None
 
 
-def _plain(
-    run_state: RunState,
-    batches: Iterable[Batch],
-    accumulation: int,
-    saver: Saver | Course,
-    evict_every_s: int | None,
-) -> Generator[Trained]:
-    """Train window by window; for one rank."""
-    learners, due_s = run_state.learners, run_state.evict_due_s
-    source = iter(batches)
-    while window := list(islice(source, accumulation)):
-        logits = {one.name: one.train_step(window) for one in learners}
-        if evict_every_s is not None:
-            now_s = max(batch.event_time_s for batch in window)
-            if due_s is not None and now_s >= due_s:
-                for one in learners:
-                    one.tables.shard.evict(now_s)
-            if due_s is None or now_s >= due_s:
-                due_s = now_s + evict_every_s
-            run_state.evict_due_s = due_s
-        pauses = saver.due_after(run_state.steps) or saver.wants_pause()
-        # Rows are counted after an eviction, as a pipeline has it.
-        yield Trained(window, logits, pauses, due_s if pauses else None)
+@dataclass(frozen=True, slots=True)
+class _Windows:
+    """How batches are trained, window by window; arguments as of `train`."""
 
+    run_state: RunState
+    accumulation: int
+    pauses: Saver | Course
+    evict_every_s: int | None
 
-def _in_parts(
-    run_state: RunState,
-    batches: Iterable[Batch],
-    accumulation: int,
-    saver: Saver | Course,
-    evict_every_s: int | None,
-    staleness: int,
-) -> Generator[Trained]:
-    """`_overlapping`, and nothing under way where a stream pauses between two windows.
+    def plain(self, batches: Iterable[Batch]) -> Generator[Trained]:
+        """One after the other; for one rank."""
+        run_state, source = self.run_state, iter(batches)
+        while window := list(islice(source, self.accumulation)):
+            logits = {one.name: one.train_step(window) for one in run_state.learners}
+            if self.evict_every_s is not None:
+                now_s, due_s = max(batch.event_time_s for batch in window), run_state.evict_due_s
+                if due_s is not None and now_s >= due_s:
+                    for one in run_state.learners:
+                        one.tables.shard.evict(now_s)
+                if due_s is None or now_s >= due_s:
+                    run_state.evict_due_s = now_s + self.evict_every_s
+            paused = self.pauses.due_after(run_state.steps) or self.pauses.wants_pause()
+            # Rows are counted after an eviction, as a pipeline has it.
+            yield Trained(window, logits, paused)
 
-    Batches of a stream wait for their whole window, so that none is under way half.
-    """
-    source = iter(batches)
-    pauses = True
-    window: list[Batch] = []
+    def in_parts(self, batches: Iterable[Batch], staleness: int) -> Generator[Trained]:
+        """`overlapping`, and nothing under way where a stream pauses between two windows.
 
-    def part() -> Iterator[Batch]:
-        nonlocal pauses
-        pauses = False
-        for batch in source:
-            if batch.pauses:
-                pauses = True
-                return
-            window.append(batch)
-            if batch.places is None or len(window) == accumulation:
-                yield from window
-                window.clear()
-        yield from window
+        Batches of a stream wait for their whole window, so that none is under way half.
+        """
+        source = iter(batches)
+        pauses = True
+        window: list[Batch] = []
 
-    while pauses:
-        due_s = yield from _overlapping(
-            run_state, part(), accumulation, saver, evict_every_s, staleness
+        def part() -> Iterator[Batch]:
+            nonlocal pauses
+            pauses = False
+            for batch in source:
+                if batch.pauses:
+                    pauses = True
+                    return
+                window.append(batch)
+                if batch.places is None or len(window) == self.accumulation:
+                    yield from window
+                    window.clear()
+            yield from window
+
+        while pauses:
+            yield from self.overlapping(part(), staleness)
+            if pauses:
+                yield Trained((), {}, True)
+
+    def overlapping(self, batches: Iterable[Batch], staleness: int) -> Generator[Trained]:
+        """Train while the next batches load and their ids travel; the same windows as `plain`."""
+        run_state, size, pauses = self.run_state, self.accumulation, self.pauses
+        learners, control, first = run_state.learners, run_state.ranks.control, run_state.steps
+        every = _Every(learners).train()
+        pipeline = create_train_pipeline(
+            every,
+            learners[0].joint,
+            staleness=staleness,
+            accumulation=size,
+            evict_every_s=self.evict_every_s,
+            evict_due_s=run_state.evict_due_s,
+            step=every.step,
+            device=learners[0].tables.shard.device,
+            control=control,
+            # Where windows end and the next begin; not before the first one.
+            snapshot_before=lambda i: (
+                i > 0 and i % size == 0 and pauses.due_after(first + i // size)
+            ),
         )
-        if pauses:
-            yield Trained((), {}, True, due_s)
-
-
-def _overlapping(
-    run_state: RunState,
-    batches: Iterable[Batch],
-    accumulation: int,
-    saver: Saver | Course,
-    evict_every_s: int | None,
-    staleness: int,
-) -> Generator[Trained, None, int | None]:
-    """Train while the next batches load and their ids travel; the same windows as `_plain`.
-
-    Returns:
-        the event time at which the next eviction is due.
-    """
-    learners, control, first = run_state.learners, run_state.ranks.control, run_state.steps
-    every = _Every(learners).train()
-    pipeline = create_train_pipeline(
-        every,
-        learners[0].joint,
-        staleness=staleness,
-        accumulation=accumulation,
-        evict_every_s=evict_every_s,
-        evict_due_s=run_state.evict_due_s,
-        weight_of=window_weight,
-        step=every.step,
-        device=learners[0].tables.shard.device,
-        control=control,
-        # Where windows end and the next begin; not before the first one.
-        snapshot_before=lambda i: (
-            i > 0 and i % accumulation == 0 and saver.due_after(first + i // accumulation)
-        ),
-    )
-    snapshots: list[int] = []
-    pipeline.on_snapshot = snapshots.append
-    source = iter(batches)
-    window: list[Batch] = []
-    logits: dict[str, list[Tensor]] = {one.name: [] for one in learners}
-    try:
-        while True:
-            control.step = run_state.steps
-            if saver.wants_pause():
-                pipeline.request_snapshot()
-            try:
-                given = pipeline.progress(source)
-            except StopIteration:
-                break
-            done = pipeline.last
-            assert done is not None
-            # A loader gives every rank as many batches: none is ever without.
-            window.append(done.batch)
-            for name, logits_B in given.predictions.items():
-                logits[name].append(logits_B)
-            if done.applied:
-                # After a snapshot point, stages of later batches wait for the next call.
-                paused = snapshots[-1:] == [done.index + 1]
-                yield Trained(window, logits, paused, pipeline.evict_due_s if paused else None)
-                window, logits = [], {one.name: [] for one in learners}
-        if window:
-            yield Trained(window, logits)
-        return pipeline.evict_due_s
-    finally:
-        pipeline.close()
+        snapshots: list[int] = []
+        pipeline.on_snapshot = snapshots.append
+        source = iter(batches)
+        window: list[Batch] = []
+        logits: dict[str, list[Tensor]] = {one.name: [] for one in learners}
+        try:
+            while True:
+                control.step = run_state.steps
+                if pauses.wants_pause():
+                    pipeline.request_snapshot()
+                try:
+                    given = pipeline.progress(source)
+                except StopIteration:
+                    break
+                finally:
+                    run_state.evict_due_s = pipeline.evict_due_s
+                done = pipeline.last
+                assert done is not None
+                # A loader gives every rank as many batches: none is ever without.
+                window.append(done.batch)
+                for name, logits_B in given.predictions.items():
+                    logits[name].append(logits_B)
+                if done.applied:
+                    # After a snapshot point, stages of later batches wait for the next call.
+                    yield Trained(window, logits, snapshots[-1:] == [done.index + 1])
+                    window, logits = [], {one.name: [] for one in learners}
+            if window:
+                yield Trained(window, logits)
+        finally:
+            pipeline.close()
 
 
 class _Every(nn.Module):
@@ -263,10 +237,11 @@ def train(
     recorder, ranks = run_state.recorder, run_state.ranks
     done = run_state.position if ranks.many else recorder.examples
     pauses = course or saver
+    trained_by = _Windows(run_state, accumulation, pauses, evict_every_s)
     if staleness is None:
-        windows = _plain(run_state, batches, accumulation, pauses, evict_every_s)
+        windows = trained_by.plain(batches)
     else:
-        windows = _in_parts(run_state, batches, accumulation, pauses, evict_every_s, staleness)
+        windows = trained_by.in_parts(batches, staleness)
 
     def point() -> None:
         main = run_state.learners[0]
@@ -283,7 +258,6 @@ def train(
         for trained in () if course is not None and course.stops else windows:
             if not trained.window:
                 run_state.check()
-                run_state.evict_due_s = trained.evict_due_s
                 saver.silent()
                 continue
             recorder.add(trained.window, split_all(predicted, trained.logits))
@@ -299,7 +273,6 @@ def train(
                 run_state.next_point = done + run_state.stride
             if trained.paused:
                 run_state.check()
-                run_state.evict_due_s = trained.evict_due_s
                 pauses.on_pause()
             if course is not None and course.stops:
                 break
@@ -355,11 +328,10 @@ def evaluate_all(
             raise _no_examples("evaluation")
         if ranks.leads:
             progress.show(ProgressState(examples=done), final=True)
-    if ranks.many:
-        metrics, *others = ranks.gathered(metrics, what="metrics of an evaluation")
-        for other in others:
-            for name, sheet in metrics.items():
-                sheet.merge(other[name])
+    metrics, *others = ranks.gathered(metrics, what="metrics of an evaluation")
+    for other in others:
+        for name, sheet in metrics.items():
+            sheet.merge(other[name])
     results = {name: sheet.compute() for name, sheet in metrics.items()}
     if retrieval is not None:
         main = next(iter(results))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -36,18 +36,12 @@ class RunObserver:
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        ranks: Ranks,
-        main: Learner,
-        clock: Callable[[], float] = time.perf_counter,
-        on_step: Callable[[], None] | None = None,
+        self, config: RunConfig, ranks: Ranks, main: Learner, on_step: Callable[[], None]
     ) -> None:
         self._on_step = on_step
         self._ranks = ranks
         self._device = torch.device(config.device)
-        self._clock = clock
-        self._since_s, self._waited_s = clock(), 0.0
+        self._since_s = self._waited_s = 0.0
         settings = config.distributed
         self._per_slot = settings.enable_alltoall_metrics_for_slot
         self._watches = settings.enable_alltoall_metrics or self._per_slot
@@ -56,7 +50,7 @@ class RunObserver:
         self._profile = profiler(config.profile, ranks.rank) if config.profile else None
 
     def __enter__(self) -> RunObserver:
-        self._since_s = self._clock()
+        self._since_s = time.perf_counter()
         if self._ranks.waiting is not None:
             self._waited_s = self._ranks.waiting.total_s
         if self._watches and self._ranks.many:
@@ -74,14 +68,13 @@ class RunObserver:
 
     def stepped(self) -> None:
         """A step is done."""
-        if self._on_step is not None:
-            self._on_step()
+        self._on_step()
         if self._profile is not None:
             self._profile.step()
 
     def scalars(self) -> dict[str, float]:
         """This rank's scalars since the last call; the same names on every rank."""
-        now_s, found = self._clock(), {}
+        now_s, found = time.perf_counter(), {}
         if self._ranks.waiting is not None:
             waited_s = self._ranks.waiting.total_s
             found["time/communication_share"] = (waited_s - self._waited_s) / max(
@@ -141,13 +134,10 @@ def profiler(folder: str, rank: int) -> torch.profiler.profile:
         except (OSError, RuntimeError) as error:
             _log.warning("no profile in %s: %s", place, error)
 
-    activities: Sequence[torch.profiler.ProfilerActivity] = [
-        torch.profiler.ProfilerActivity.CPU,
-        *([torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []),
-    ]
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
     schedule = torch.profiler.schedule(
         wait=_WAIT_STEPS, warmup=_WARMUP_STEPS, active=_PROFILED_STEPS, repeat=1
     )
-    return torch.profiler.profile(
-        activities=list(activities), schedule=schedule, on_trace_ready=ready
-    )
+    return torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=ready)

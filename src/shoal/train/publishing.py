@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from shoal.checkpoint.dense import named_state
 from shoal.checkpoint.saving import Saving
 from shoal.comm.transport import Secret
-from shoal.config.tree import RunConfig
+from shoal.config.tree import PublishSettings, RunConfig
 from shoal.errors import ConfigError, ShoalError
 from shoal.sync.pages import check_dense
 from shoal.sync.publisher import Publisher, address_of_rank, check_published
@@ -40,10 +40,14 @@ def check_publishing(config: RunConfig, main: Learner) -> None:
         check_published(main.tables.hosted)
 
 
-class Publishing:
-    """Publishes a model's rows, each rank its own, and rank 0 the dense weights.
+@contextmanager
+def publishing(
+    config: RunConfig, ranks: Ranks, main: Learner, report: Callable[[str], None], chain: SavedChain
+) -> Iterator[Publishing]:
+    """Within it a model's rows are published, each rank's by itself.
 
-    Nothing, where the config has no `publish`, or rows are on parameter servers.
+    Nothing is, where the config has no `publish`, or rows are on parameter servers, which publish
+    them.
 
     Args:
         config: of the run.
@@ -56,96 +60,80 @@ class Publishing:
         ConfigError: an address that is taken, or a run whose dense weights are in parts.
         DataError: dense weights that cannot be sent.
     """
-
-    def __init__(
-        self,
-        config: RunConfig,
-        ranks: Ranks,
-        main: Learner,
-        report: Callable[[str], None],
-        chain: SavedChain,
-    ) -> None:
-        self._settings, self._ranks, self._main, self._report = config.publish, ranks, main, report
-        self._chain = chain
-        self._publisher: Publisher | None = None
-        self._held = ExitStack()
-        self._due_s, self._published = 0.0, -1  # the step of dense weights
-        if main.served:
-            self._settings = None  # its servers publish their rows
-
-    def __enter__(self) -> Publishing:
-        if self._settings is None:
-            return self
-        settings, chain, name = self._settings, self._chain, self._main.name
-        check_dense(self._dense())  # here, so that it never ends training later
-        resumed = None
-        if chain.manifest is not None and chain.cursors is not None and name in chain.cursors:
-            resumed = chain.manifest.id, chain.cursors[name]
-        publisher = Publisher(
-            self._main.tables.hosted,
-            rank=self._ranks.rank,
-            every_s=settings.every_s,
-            keep_bytes=settings.keep_bytes,
-            resumed=resumed,
-        )
-        with ExitStack() as held:
-            held.enter_context(publisher)
-            server = publisher.serve(
-                address_of_rank(settings.address, self._ranks.rank),
-                secret=Secret.of_file(settings.token_file),
+    settings, name = config.publish, main.name
+    if settings is None or main.served:
+        yield Publishing(None, PublishSettings(), ranks, main, report)
+        return
+    check_dense(dense_of(main))  # here, so that it never ends training later
+    resumed = None
+    if chain.manifest is not None and chain.cursors is not None and name in chain.cursors:
+        resumed = chain.manifest.id, chain.cursors[name]
+    with ExitStack() as held:
+        publisher = held.enter_context(
+            Publisher(
+                main.tables.hosted,
+                rank=ranks.rank,
+                every_s=settings.every_s,
+                keep_bytes=settings.keep_bytes,
+                resumed=resumed,
             )
-            held.callback(server.stop)
-            every = self._ranks.gathered(server.address, what="addresses of publishers")
-            self._held = held.pop_all()
-        self._publisher = publisher
-        self._report(f"publishing at {', '.join(every)}")
-        return self
+        )
+        address = address_of_rank(settings.address, ranks.rank)
+        server = publisher.serve(address, secret=Secret.of_file(settings.token_file))
+        held.callback(server.stop)
+        every = ranks.gathered(server.address, what="addresses of publishers")
+        report(f"publishing at {', '.join(every)}")
+        yield Publishing(publisher, settings, ranks, main, report)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._held.close()
+
+def dense_of(main: Learner) -> dict[str, Tensor]:
+    """All of a module's state but extra state, which is no tensor."""
+    return {k: v for k, v in named_state(main.module).items() if isinstance(v, Tensor)}
+
+
+@dataclass(slots=True, eq=False)
+class Publishing:
+    """What a run tells its publisher, if it has one; rank 0 publishes the dense weights."""
+
+    publisher: Publisher | None
+    settings: PublishSettings
+    ranks: Ranks
+    main: Learner
+    report: Callable[[str], None]
+    _due_s: float = 0.0
+    _published: int = -1  # the step of dense weights
 
     def saved(self, saving: Saving) -> None:
         """A save begins: replicas that load it follow on from there."""
-        if self._publisher is not None:
-            self._publisher.saved(saving.id, saving.point[self._main.name])
+        if self.publisher is not None:
+            self.publisher.saved(saving.id, saving.point[self.main.name])
 
     def stepped(self) -> None:
         """A step is done: dense weights are copied when they are due."""
-        if self._publisher is not None and time.monotonic() >= self._due_s:
-            self._publish_dense(self._publisher)
+        if self.publisher is not None and time.monotonic() >= self._due_s:
+            self._publish_dense(self.publisher)
 
     def waits(self) -> None:
         """No batch comes: dense weights of steps since they were copied are, when they are due."""
-        if self._main.steps > self._published:
+        if self.main.steps > self._published:
             self.stepped()
 
     def finish(self) -> None:
         """Publish the last state, and wait for replicas that are there; a failure is reported."""
-        if self._publisher is None or self._settings is None:
+        if self.publisher is None:
             return
         try:
-            self._publish_dense(self._publisher)
-            done = self._publisher.drain(self._settings.linger_s)
+            self._publish_dense(self.publisher)
+            done = self.publisher.drain(self.settings.linger_s)
         except (ShoalError, OSError) as error:
-            self._report(f"the last state was not published: {error}")
+            self.report(f"the last state was not published: {error}")
             return
         if not done:
-            self._report("replicas are behind; the run ends without them")
-
-    def _dense(self) -> dict[str, Tensor]:
-        """All of the module's state but extra state, which is no tensor."""
-        state = named_state(self._main.module)
-        return {k: v for k, v in state.items() if isinstance(v, Tensor)}
+            self.report("replicas are behind; the run ends without them")
 
     def _publish_dense(self, publisher: Publisher) -> None:
-        if self._ranks.leads:
-            with self._main.averaged():
-                publisher.publish_dense(self._dense())
-        self._published = self._main.steps
-        if self._settings is not None:
-            self._due_s = time.monotonic() + self._settings.dense_every_s
+        if self.ranks.leads:
+            with self.main.averaged():
+                publisher.publish_dense(dense_of(self.main))
+        self._published = self.main.steps
+        self._due_s = time.monotonic() + self.settings.dense_every_s

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from shoal.comm.collectives import Collectives, LocalCollectives, WaitClock
@@ -33,9 +32,8 @@ class Ranks:
 
     def __init__(self, mesh: Mesh | None) -> None:
         self.mesh = mesh
-        self.rank = 0 if mesh is None else mesh.rank
-        self.world_size = 1 if mesh is None else mesh.world_size
         self.control: Collectives = LocalCollectives() if mesh is None else mesh.control
+        self.rank, self.world_size = self.control.rank, self.control.world_size
         self.waiting: WaitClock | None = None if mesh is None else mesh.time_waits()
         self.step: Callable[[], int] = lambda: 0
         self._failures = None if mesh is None else RankFailures(mesh)
@@ -62,17 +60,18 @@ class Ranks:
         # Gloo: waiting for the others takes no core from those that train.
         return self.mesh.collectives(name, path="torch", device=torch.device("cpu"), timed=False)
 
-    def console(self, console: Console) -> Console:
-        """The given one on rank 0, a silent one elsewhere."""
-        return console if self.leads else Console(quiet=True)
-
-    def total(self, values: Tensor, *, what: str) -> Tensor:
-        """Numbers, float64 on the CPU, added up over ranks; a collective call."""
+    def total(self, values: Tensor | Sequence[float], *, what: str) -> Tensor:
+        """Numbers added up over ranks, float64 on the CPU; a collective call."""
+        numbers = torch.as_tensor(values, dtype=torch.float64, device="cpu")
         if not self.many:
-            return values
+            return numbers
         self.control.step = self.step()
-        (summed,) = self.control.all_reduce(values, "sum", what=what).wait()
+        (summed,) = self.control.all_reduce(numbers, "sum", what=what).wait()
         return summed
+
+    def any(self, here: bool, *, what: str) -> bool:
+        """Whether it is so on any rank; a collective call."""
+        return bool(self.total([here], what=what) > 0)
 
     def gathered(self, value: Any, *, what: str) -> list[Any]:
         """Every rank's value, by rank; a collective call."""

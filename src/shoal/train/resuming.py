@@ -79,12 +79,9 @@ def _options(settings: WarmStartSettings, manifest: Manifest, models: set[str]) 
         *(f"optimizer:{name}" for name in manifest.optimizers if name.split("/")[0] in others),
     }
     return LoadOptions(
-        tables=settings.tables,
-        renames=settings.renames,
+        **settings.model_dump(include={"tables", "renames", "dense", "state"}),
         allow_missing=frozenset(settings.allow_missing),
         allow_unknown=frozenset(settings.allow_unknown) | unknown,
-        dense=settings.dense,
-        state=settings.state,
     )
 
 
@@ -105,36 +102,14 @@ LATEST = "latest"
 
 # What may differ between a run and its resumption: who does the work, how fast, what is reported.
 _FREE = (
-    "name",
-    "device",
-    "compile",
-    "host_rows",
-    "threads",
-    "profile",
-    "logging",
-    "output",
-    "checkpoint",
-    "publish",
-    "eval",
-    "data.prefetch",
-    "data.epochs",
-    "data.quarantine",
+    *("name", "device", "compile", "host_rows", "threads", "profile", "logging", "output"),
+    *("checkpoint", "publish", "eval", "data.prefetch", "data.epochs", "data.quarantine"),
     *(f"data.replay.{key}" for key in ("speed", "rate", "since", "clock_s")),
     *(f"data.source.stream.{key}" for key in ("servers", "options", "wait_s", "idle_s")),
     "data.source.stream.most_ahead_s",
-    "distributed.placement",
-    "distributed.plan",
-    "distributed.topology",
-    "distributed.statistics",
-    "distributed.path",
-    "distributed.servers",
-    "distributed.dense",
-    "distributed.average_every",
-    "distributed.worker",
-    "distributed.workers",
-    "distributed.timeout_s",
-    "distributed.pin_cores",
-    "distributed.enable_alltoall_metrics",
+    *(f"distributed.{key}" for key in ("placement", "plan", "topology", "statistics", "path")),
+    *(f"distributed.{key}" for key in ("servers", "dense", "average_every", "worker", "workers")),
+    *(f"distributed.{key}" for key in ("timeout_s", "pin_cores", "enable_alltoall_metrics")),
     "distributed.enable_alltoall_metrics_for_slot",
 )
 
@@ -360,8 +335,7 @@ def _check_same(config: RunConfig, job: Mapping[str, Any], what: str) -> None:
     """Refuse a run that would train another model, or on other data, than it did so far."""
     # Settings that did not exist then are at their defaults.
     begun = from_mapping(yaml.safe_load(job["config"]))
-    then = dict(_leaves(yaml.safe_load(to_yaml(begun))))
-    now = dict(_leaves(yaml.safe_load(to_yaml(config))))
+    then, now = (dict(_leaves(one.model_dump(mode="json"))) for one in (begun, config))
     differ = [
         key
         for key in sorted(then.keys() | now.keys())

@@ -79,8 +79,7 @@ class RunState:
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What to save, as (the same on every rank, this rank's own); a collective call."""
-        seconds = torch.tensor([self.train_s], dtype=torch.float64, device="cpu")
-        train_s = self.ranks.total(seconds, what="training time to save").item()
+        train_s = self.ranks.total([self.train_s], what="training time to save").item()
         whole, own = self.recorder.state()
         places: dict[str, tuple[int, int]] = {}
         left_out = 0
@@ -103,10 +102,7 @@ class RunState:
         }
         device = self.learners[0].tables.shard.device
         on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return state, {
-            "recorder": own,
-            "random": {"cpu": torch.get_rng_state(), "cuda": on_gpu},
-        }
+        return state, {"recorder": own, "random": {"cpu": torch.get_rng_state(), "cuda": on_gpu}}
 
     def load_state(self, state: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
         """Continue from what `state` returned.

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import torch
 from rich.console import Console
 
-from shoal import report
+from shoal import telemetry
 from shoal.checkpoint.job_state import average_in
 from shoal.checkpoint.loading import load
 from shoal.checkpoint.table_match import LoadOptions
@@ -34,15 +34,7 @@ from shoal.planner.report import limiting
 from shoal.planner.topology import show_seconds
 from shoal.rules.schedules import settled
 from shoal.table.spec import MAX_THREADS
-from shoal.telemetry import (
-    FanOut,
-    JsonLines,
-    ProgressLine,
-    ProgressState,
-    ScalarSink,
-    TensorBoard,
-    has_tensorboard,
-)
+from shoal.telemetry import FanOut, ProgressLine, ProgressState, ScalarSink
 from shoal.train import folder as folders
 from shoal.train import summary
 from shoal.train.course import Course
@@ -50,7 +42,7 @@ from shoal.train.folder import RunFolder
 from shoal.train.learner import Learner, contents_of
 from shoal.train.loop import evaluate_all, train
 from shoal.train.observing import RunObserver
-from shoal.train.publishing import Publishing, check_publishing
+from shoal.train.publishing import Publishing, check_publishing, publishing
 from shoal.train.ranks import ALONE, Ranks, gather_ranks, scaled_by
 from shoal.train.resuming import LOGISTIC, find_beginning, job_of, plan_to_keep, restore
 from shoal.train.run_state import RunState
@@ -104,18 +96,15 @@ def write_predictions(
             pass
         return 0
     partial, examples = Path(f"{path}.partial"), 0
-    ends: list[Callable[[], object]] = [partial.unlink]
+    writer: Any = None
     try:
         with _writing(path):
-            file = partial.open("wb")
-        ends.insert(0, file.close)
-        writer = None
+            partial.touch()
         with progress:
             for every in found:
                 with _writing(path):
                     if writer is None:
-                        writer = pq.ParquetWriter(file, every[0].schema, compression="zstd")
-                        ends.insert(0, writer.close)
+                        writer = pq.ParquetWriter(partial, every[0].schema, compression="zstd")
                     for rows in every:
                         writer.write_table(rows)
                         examples += rows.num_rows
@@ -123,13 +112,15 @@ def write_predictions(
                     progress.show(ProgressState(examples=examples))
             progress.show(ProgressState(examples=examples), final=True)
         with _writing(path):
-            for end in ends[:-1]:
-                end()
+            if writer is not None:
+                writer.close()
             partial.replace(path)
     finally:
-        for end in ends:
-            with suppress(OSError, ValueError):
-                end()
+        with suppress(OSError, ValueError):
+            if writer is not None:
+                writer.close()
+        with suppress(OSError, ValueError):
+            partial.unlink()
     return examples
 
 
@@ -216,14 +207,36 @@ def _deterministic(config: RunConfig) -> Iterator[None]:
         torch.set_deterministic_debug_mode(before)
 
 
-def _open(
+@contextmanager
+def _opened(
     config: RunConfig,
-    ranks: Ranks,
     console: Console,
     previous: Callable[[], Plan | None] = lambda: None,
     *,
     trains: bool = True,
     keys: Sequence[str] | None = None,
+) -> Iterator[_Opened]:
+    """What `_open` opens, on all ranks, which end together."""
+    with _deterministic(config), ExitStack() as held:
+        ranks, placed = gather_ranks(config)
+        held.enter_context(ranks.together())
+        require_same(ranks.control, config)
+        opened = _open(placed, ranks, console, previous, trains=trains, keys=keys)
+        for learner in opened.learners:
+            held.callback(learner.close)
+        if isinstance(opened.data.train, Loader):
+            held.callback(opened.data.train.close)
+        yield opened
+
+
+def _open(
+    config: RunConfig,
+    ranks: Ranks,
+    console: Console,
+    previous: Callable[[], Plan | None],
+    *,
+    trains: bool,
+    keys: Sequence[str] | None,
 ) -> _Opened:
     """Open the data as `open_data` does, and build the models; previous: of `Learner`."""
     if config.threads is not None:
@@ -244,11 +257,7 @@ def _open(
         models.setdefault(LOGISTIC, LogisticSettings())
     every = {
         name: build_parts(
-            config,
-            model,
-            offered=data.features,
-            num_dense=data.num_dense,
-            examples=data.train.size,
+            config, model, offered=data.features, num_dense=data.num_dense, examples=data.train.size
         )
         for name, model in models.items()
     }
@@ -263,17 +272,12 @@ def _open(
     ranks.step = lambda: learners[0].steps
     if ranks.many:  # models are built alike, but ranks draw different numbers, for dropout say
         torch.manual_seed(config.seed + ranks.rank)
-    return _Opened(
-        config=config, ranks=ranks, console=ranks.console(console), data=data, learners=learners
-    )
+    shown = console if ranks.leads else Console(quiet=True)
+    return _Opened(config, ranks, shown, data, learners)
 
 
 def run(
-    config: RunConfig,
-    *,
-    console: Console,
-    resume: str | None = None,
-    hooks: Sequence[RunHook] = (),
+    config: RunConfig, *, console: Console, resume: str | None = None, hooks: Sequence[RunHook] = ()
 ) -> RunResult:
     """Train a model and its baselines, evaluate them, and write the run folder.
 
@@ -291,23 +295,8 @@ def run(
             that failed; over several ranks on all of them, with the rank and the step where it
             happened.
     """
-    with _deterministic(config):
-        ranks, placed = gather_ranks(config)
-        with ranks.together():
-            require_same(ranks.control, config)
-            opened = _open(placed, ranks, console, lambda: plan_to_keep(config, resume, attempt()))
-            with _closing(opened):
-                return _run(config, opened, resume, hooks)
-
-
-@contextmanager
-def _closing(opened: _Opened) -> Iterator[None]:
-    with ExitStack() as held:
-        for learner in opened.learners:
-            held.callback(learner.close)
-        if isinstance(opened.data.train, Loader):
-            held.callback(opened.data.train.close)
-        yield
+    with _opened(config, console, lambda: plan_to_keep(config, resume, attempt())) as opened:
+        return _run(config, opened, resume, hooks)
 
 
 def _run(
@@ -340,29 +329,25 @@ def _run(
         opened.print(f"plan: {show_seconds(plan.step_s)} a step; {limiting(plan)}")
         if ranks.leads:
             folders.replace_text(folder.plan, plan.to_json())
-    saver = Saver(
-        beginning.url,
-        config.checkpoint,
-        run_state,
-        job=job_of(config, folder, examples, plan),
-        ranks=ranks,
-        chain=chain,
-    )
+    job = job_of(config, folder, examples, plan)
+    saver = Saver(beginning.url, config.checkpoint, run_state, job=job, chain=chain)
     with ExitStack() as held:
         as_first_rank(
             ranks.control, lambda: folders.hold(folder, held), what="hold of a run folder"
         )
         sinks = FanOut()
         if ranks.leads and has_events:
-            sinks.open(lambda: TensorBoard(folder.logs, continue_after=after), "TensorBoard logs")
+            sinks.open(
+                lambda: telemetry.TensorBoard(folder.logs, continue_after=after), "TensorBoard logs"
+            )
         if ranks.leads and config.logging.jsonl:
             path = folder.logs / "log.jsonl"
-            sinks.open(lambda: JsonLines(path, continue_after=after), "log.jsonl")
+            sinks.open(lambda: telemetry.JsonLines(path, continue_after=after), "log.jsonl")
         held.enter_context(closing(sinks))
-        publishing = Publishing(config, ranks, opened.learners[0], opened.print, chain)
-        held.enter_context(publishing)
-        saver.on_begin = publishing.saved
-        _train(opened, run_state, saver, sinks, publishing, folder, hooks)
+        main = opened.learners[0]
+        published = held.enter_context(publishing(config, ranks, main, opened.print, chain))
+        saver.on_begin = published.saved
+        _train(opened, run_state, saver, sinks, published, folder, hooks)
         result = _evaluate_run(opened, folder, run_state, sinks)
     _report_left_out(opened)
     if folder.report.is_file():
@@ -440,28 +425,18 @@ def _trained(
     folder, settings = as_first_rank(
         early_control(), lambda: folders.find(run, overrides), what="trained run"
     )
-    with _deterministic(settings):
-        ranks, config = gather_ranks(settings)
-        with ranks.together():
-            require_same(ranks.control, settings)
-            opened = _open(config, ranks, console, trains=False, keys=keys)
-            with _closing(opened):
-                there = partial(folders.checkpoint_of, folder)
-                where = as_first_rank(ranks.control, there, what="checkpoint of the run")
-                assert where is not None, "found before"
-                # What trained the models stays there.
-                optimizers = frozenset(
-                    f"optimizer:{name}" for one in opened.learners for name in one.optimizer_names
-                )
-                found = load(
-                    where,
-                    contents_of(opened.learners, trains=False),
-                    options=LoadOptions(allow_unknown=optimizers),
-                    collectives=ranks.control,
-                )
-                for one in opened.learners:
-                    one.loaded(average_in(found.state, one.name))
-                yield folder, opened
+    with _opened(settings, console, trains=False, keys=keys) as opened:
+        control, learners = opened.ranks.control, opened.learners
+        there = partial(folders.checkpoint_of, folder)
+        where = as_first_rank(control, there, what="checkpoint of the run")
+        assert where is not None, "found before"
+        # What trained the models stays there.
+        left = frozenset(f"optimizer:{name}" for one in learners for name in one.optimizer_names)
+        contents, options = contents_of(learners, trains=False), LoadOptions(allow_unknown=left)
+        found = load(where, contents, options=options, collectives=control)
+        for one in learners:
+            one.loaded(average_in(found.state, one.name))
+        yield folder, opened
 
 
 def _train(
@@ -469,7 +444,7 @@ def _train(
     run_state: RunState,
     saver: Saver,
     sink: ScalarSink,
-    publishing: Publishing,
+    published: Publishing,
     folder: RunFolder,
     hooks: Sequence[RunHook],
 ) -> None:
@@ -478,13 +453,13 @@ def _train(
     staleness = config.distributed.staleness if ranks.many or config.distributed.staleness else None
 
     def stepped() -> None:
-        publishing.stepped()
+        published.stepped()
         for hook in hooks:
             hook.after_step(run_state.steps)
 
     def waits() -> None:
         saver.waits()
-        publishing.waits()
+        published.waits()
 
     observer = RunObserver(config, ranks, opened.learners[0], on_step=stepped)
     for hook in hooks:
@@ -514,7 +489,7 @@ def _train(
                 opened.print(f"stopped early after step {run_state.steps}")
             course.finish()
         saver.finish(model=config.output.save_model)
-        publishing.finish()
+        published.finish()
 
 
 def _evaluate_on_the_way(
@@ -527,14 +502,22 @@ def _evaluate_on_the_way(
     results = evaluate_all([main], batches, silent, opened.ranks, opened.data.catalog)
     main.model.train()
     sheets = {name: summary.shown(summary.figures(one)) for name, one in results.items()}
-    named = [(f"eval/{k}/{name}", v) for name, sheet in sheets.items() for k, v in sheet.items()]
-    sink.write(run_state.steps, dict(named))
+    sink.write(run_state.steps, _scalars(sheets))
     for name, sheet in sheets.items():
         shown = ", ".join(f"{figure} {value:.4f}" for figure, value in sheet.items())
         task = f" {name.partition('/')[2]}" if len(sheets) > 1 else ""
         opened.print(f"step {run_state.steps}{task}: {shown}")
     run_state.started()
     return next(iter(sheets.values()))
+
+
+def _scalars(metrics: Metrics) -> dict[str, float]:
+    """What is logged of evaluations, by name."""
+    return {
+        f"eval/{figure}/{name}": value
+        for name, sheet in metrics.items()
+        for figure, value in summary.shown(sheet).items()
+    }
 
 
 def _evaluate(
@@ -559,12 +542,7 @@ def _evaluate_run(
     """Evaluate the trained models, and write and print what the run amounts to."""
     config, recorder = opened.config, run_state.recorder
     results, metrics = _evaluate(opened, recorder.base_rate)
-    scalars = {
-        f"eval/{figure}/{name}": value
-        for name, sheet in metrics.items()
-        for figure, value in summary.shown(sheet).items()
-    }
-    sinks.write(run_state.steps, scalars)
+    sinks.write(run_state.steps, _scalars(metrics))
     result = RunResult(
         folder=folder.path,
         report=folder.report,
@@ -577,7 +555,7 @@ def _evaluate_run(
         train_s=run_state.trained_s,
     )
     if opened.ranks.leads:
-        page = report.render(summary.build_report(config, result, recorder.curves, results))
+        page = summary.report_of(config, result, recorder.curves, results)
         with sinks.giving_way("report.html"):
             folders.replace_text(folder.report, page)
         with sinks.giving_way("metrics.json"):
@@ -593,8 +571,7 @@ def _report_left_out(opened: _Opened) -> None:
         return
     # What all ranks found alike counts once.
     counts = [bad.rows - bad.rows_alike * (not ranks.leads), opened.data.train.emptied]
-    here = torch.tensor(counts, dtype=torch.float64, device="cpu")
-    rows, emptied = map(int, ranks.total(here, what="examples left out").tolist())
+    rows, emptied = map(int, ranks.total(counts, what="examples left out").tolist())
     if rows or bad.files:
         also = " and in those of other ranks next to it" if ranks.many else ""
         opened.print(f"left out: {rows:,} rows and {bad.files:,} files, named in {bad.path}{also}")
@@ -619,7 +596,7 @@ def _report_short(opened: _Opened) -> None:
 
 def _has_events(opened: _Opened) -> bool:
     wanted = opened.config.logging.tensorboard
-    if wanted == "auto" and not has_tensorboard():
+    if wanted == "auto" and not telemetry.has_tensorboard():
         hint = "no TensorBoard logs: pip install 'shoal\\[tensorboard]' to get them"
         opened.console.print(hint)
         return False

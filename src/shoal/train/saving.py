@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from shoal.checkpoint import CheckpointStore, Manifest
 from shoal.checkpoint.manifest import Kind
 from shoal.checkpoint.saving import Saving, begin
@@ -20,7 +18,6 @@ from shoal.config.tree import CheckpointSettings
 from shoal.errors import CheckpointError, CollectiveFailed, ShoalError
 from shoal.table.values import Cursor
 from shoal.train.learner import contents_of, skipped_in_slices
-from shoal.train.ranks import Ranks
 from shoal.train.run_state import RunState
 
 _log = logging.getLogger("shoal.train")
@@ -54,9 +51,8 @@ class Saver:
     Args:
         url: folder of all checkpoints of the run.
         settings: when, and what kind.
-        run_state: what is saved.
+        run_state: what is saved, and who trains together: a collective call over several ranks.
         job: what else a later process has to know of this run; the same on every rank.
-        ranks: who trains together; a collective call over more than one.
         chain: what the run continues from.
         clock: seconds.
 
@@ -72,15 +68,14 @@ class Saver:
         run_state: RunState,
         *,
         job: Mapping[str, Any],
-        ranks: Ranks,
         chain: SavedChain = SavedChain(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = CheckpointStore(url, settings.keep_full)
         self._settings = settings
         self._run_state, self._job = run_state, dict(job)
-        self._ranks = ranks
-        self._collectives: Collectives | None = ranks.background("checkpoints")
+        self._ranks = run_state.ranks
+        self._collectives: Collectives | None = self._ranks.background("checkpoints")
         self._chain = chain
         self._clock = clock
         self._began_s = clock()
@@ -127,7 +122,7 @@ class Saver:
             self._began_s, self._asked = self._clock(), False
         unsaved = self._run_state.steps > self._begun
         # Ranks may differ for a moment in whether a save has failed.
-        if self._total(due and unsaved, what="vote on a save while a stream is silent"):
+        if self._ranks.any(due and unsaved, what="vote on a save while a stream is silent"):
             self.on_pause()
 
     def due_after(self, step: int) -> bool:
@@ -148,7 +143,8 @@ class Saver:
         """Begin to save what is due: all ranks are here, after the same step."""
         self._asked = False
         self.check()
-        if self._is_busy():
+        # On any rank.
+        if self._ranks.any(self._saving is not None, what="vote on a save under way"):
             if self._settings.background:
                 self._skipped += 1
                 if self._ranks.leads:
@@ -222,10 +218,8 @@ class Saver:
         """
         if model:
             self._end()
+            self._save_whole()
         else:
-            self._wait()
-        if model and not self._has_model():
-            self._begin("full")
             self._wait()
 
     @property
@@ -249,9 +243,7 @@ class Saver:
         self._end()
         before, self.kept = self.kept, self.full_name
         try:
-            if not self._has_model():
-                self._begin("full")
-                self._wait()
+            self._save_whole()
         except CollectiveFailed:
             raise
         except (ShoalError, MemoryError) as error:
@@ -266,9 +258,12 @@ class Saver:
         newest = self._chain.manifest
         return -1 if newest is None else newest.step
 
-    def _has_model(self) -> bool:
+    def _save_whole(self) -> None:
+        """Save in full, unless the newest checkpoint is that, and wait for it."""
         newest = self._chain.manifest
-        return newest is not None and (newest.step, newest.kind) == (self._run_state.steps, "full")
+        if newest is None or (newest.step, newest.kind) != (self._run_state.steps, "full"):
+            self._begin("full")
+            self._wait()
 
     def _can_be_delta(self) -> bool:
         """Whether the next save may hold changes only; a collective call, if it may be one."""
@@ -279,14 +274,6 @@ class Saver:
             return False
         return not self._is_broken() and not self._slices_differ()
 
-    def _total(self, count: float, *, what: str) -> float:
-        numbers = torch.tensor([float(count)], dtype=torch.float64, device="cpu")
-        return float(self._ranks.total(numbers, what=what))
-
-    def _is_busy(self) -> bool:
-        """Whether a save is under way on any rank; a collective call over several."""
-        return self._total(self._saving is not None, what="vote on a save under way") > 0
-
     def _is_broken(self) -> bool:
         """Whether the chain lost a link, so that no delta can build on it; a collective call."""
         broken, newest = False, self._chain.manifest
@@ -296,16 +283,13 @@ class Saver:
             except CheckpointError as error:
                 _log.warning("a full save in place of a delta: %s", error)
                 broken = True
-        return self._total(broken, what="vote on a chain of checkpoints") > 0
+        return self._ranks.any(broken, what="vote on a chain of checkpoints")
 
     def _slices_differ(self) -> bool:
         """Whether column slices of any rank skipped rows since the newest checkpoint; a collective
         call over several ranks, where tables lie in slices."""
-        now = self._slice_skips()
-        if now is None:
-            return False
-        skipped = now - self._skips
-        if not self._total(skipped, what="vote on rows that column slices skipped"):
+        more = self._slice_skips() > self._skips
+        if not self._ranks.any(more, what="vote on rows that column slices skipped"):
             return False
         if self._ranks.leads:
             _log.info(
@@ -315,21 +299,16 @@ class Saver:
             )
         return True
 
-    def _slice_skips(self) -> int | None:
-        """Rows that column slices skipped so far; None: none can."""
-        counts = [
-            skipped_in_slices(one.tables.hosted)
-            for one in self._run_state.learners
-            if one.nan_policy == "skip"
-        ]
-        known = [count for count in counts if count is not None]
-        return sum(known) if known else None
+    def _slice_skips(self) -> int:
+        """Rows that column slices skipped so far."""
+        skip = [one for one in self._run_state.learners if one.nan_policy == "skip"]
+        return sum(skipped_in_slices(one.tables.hosted) for one in skip)
 
     def _begin(self, kind: Kind) -> None:
         state, own = self._run_state.state()
         contents = contents_of(self._run_state.learners, {**self._job, "run_state": state}, own)
         delta = kind == "delta"
-        self._skips_begun = self._slice_skips() or 0
+        self._skips_begun = self._slice_skips()
         self._began_s, self._begun = self._clock(), self._run_state.steps
         self._saving = begin(
             self._store.url,

@@ -17,7 +17,7 @@ from shoal.config import RunConfig, to_yaml
 from shoal.data import Batch
 from shoal.errors import InputError
 from shoal.metrics import BinaryMetrics, BinaryResult
-from shoal.report import Chart, RunReport, Series
+from shoal.report import Chart, Series, render
 from shoal.telemetry import human_bytes, human_count
 from shoal.train.ranks import ALONE, Ranks
 
@@ -392,10 +392,10 @@ def closing_line(result: RunResult) -> str:
     )
 
 
-def build_report(
+def report_of(
     config: RunConfig, result: RunResult, curves: Curves, results: Mapping[str, BinaryResult]
-) -> RunReport:
-    """The report of a run."""
+) -> str:
+    """The report of a run, as HTML."""
     main = next(iter(result.metrics))
     examples = next(iter(results.values())).examples
     source = config.data.source.kind
@@ -407,7 +407,7 @@ def build_report(
         "bytes in tables": human_bytes(result.bytes_total),
         "training time": f"{result.train_s:.1f} s",
     }
-    return RunReport(
+    return render(
         title=config.name,
         subtitle=f"{main} on {source}, evaluated on {examples:,} evaluation examples",
         metrics=result.metrics,

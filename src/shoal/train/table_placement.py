@@ -7,28 +7,14 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 
+from shoal import planner
 from shoal.comm.consensus import as_first_rank
 from shoal.comm.mesh import Mesh
 from shoal.config import RunConfig
 from shoal.config.build import ModelParts, RunData, build_host_rows, build_parts, open_data
 from shoal.data import RankShare
 from shoal.placement import Placement
-from shoal.planner import (
-    Plan,
-    TableInput,
-    TableStatistics,
-    Topology,
-    Workload,
-    dense_work,
-    from_environment,
-    host_tier,
-    make_plan,
-    profile_data,
-    read_plan,
-    read_statistics,
-    read_topology,
-    table_input,
-)
+from shoal.planner import Plan, TableInput, TableStatistics, Topology, Workload
 from shoal.planner.options import constraint_of
 from shoal.planner.planner import kept
 from shoal.planner.statistics import check_known
@@ -81,7 +67,7 @@ def planned(
 
     def find() -> Plan:
         if settings.plan is not None:
-            plan = read_plan(settings.plan)
+            plan = planner.read_plan(settings.plan)
         else:
             plan = plan_run(config, parts, topology_of(config, ranks), previous=previous())
         plan.check(parts.tables, ranks.world_size)
@@ -98,9 +84,9 @@ def topology_of(config: RunConfig, ranks: Ranks) -> Topology:
         ConfigError: the file is of other numbers of ranks.
     """
     if config.distributed.topology is None:
-        found = from_environment(config.device, cached=True)
+        found = planner.from_environment(config.device, cached=True)
     else:
-        found = read_topology(config.distributed.topology)
+        found = planner.read_topology(config.distributed.topology)
         mesh = ranks.mesh
         found.check_job(ranks.world_size, 1 if mesh is None else mesh.launch.local_world_size)
         found = overridden(found, os.environ)
@@ -122,13 +108,13 @@ def statistics_of(
         ConfigError: not such a file.
     """
     if config.distributed.statistics is not None:
-        found = read_statistics(config.distributed.statistics)
+        found = planner.read_statistics(config.distributed.statistics)
         check_known(found, [spec.name for spec in parts.tables])
         return found
     features = {one.name: one.table for one in parts.features}
     share = RankShare() if config.data.sampler is None else RankShare(0, ranks)
     loader = data_of(config, share, samples=True).train
-    return profile_data(loader.batches(), features, most=batches)
+    return planner.profile_data(loader.batches(), features, most=batches)
 
 
 def data_of(config: RunConfig, share: RankShare | None = None, *, samples: bool = False) -> RunData:
@@ -143,11 +129,11 @@ def inputs_of(config: RunConfig, parts: ModelParts, ranks: int) -> list[TableInp
     examples = data_of(config).train.size or 1 << 30  # of a stream nobody knows
     host = build_host_rows(config)
     return [
-        table_input(
+        planner.table_input(
             spec,
             statistics.get(spec.name),
             horizon_samples=float(examples),
-            **host_tier(host, parts.tables, ranks),
+            **planner.host_tier(host, parts.tables, ranks),
         )
         for spec in parts.tables
     ]
@@ -156,7 +142,7 @@ def inputs_of(config: RunConfig, parts: ModelParts, ranks: int) -> list[TableInp
 def work_of(config: RunConfig, parts: ModelParts, topology: Topology) -> Workload:
     """What else a rank does in a step of a run."""
     wire = config.distributed.wire
-    return dense_work(
+    return planner.dense_work(
         topology,
         -(-config.data.batch_size // topology.world_size),
         sum(one.numel() for one in parts.module.parameters()),
@@ -198,7 +184,7 @@ def plan_run(
         inputs = inputs_of(config, parts, topology.world_size)
     if previous is not None:
         constraints |= kept(previous, [one.name for one in inputs], topology.world_size)
-    return make_plan(
+    return planner.make_plan(
         inputs,
         topology,
         work_of(config, parts, topology),

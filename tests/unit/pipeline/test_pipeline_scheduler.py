@@ -11,20 +11,9 @@ import pytest
 from hypothesis import given
 
 from shoal.errors import ConfigError
-from shoal.pipeline.scheduler import (
-    BatchLoaded,
-    Command,
-    Done,
-    Event,
-    Facts,
-    Settings,
-    Settled,
-    State,
-    advance,
-    start,
-)
+from shoal.pipeline.scheduler import Command, Facts, Settings, State, done, loaded, start
 
-# Which of the commands that are out is answered next: 0 the main one, 1 the oldest load.
+# What is answered next: 0 the command that runs, 1 the oldest load.
 Order = Callable[[], int]
 
 
@@ -37,6 +26,7 @@ class World:
     found: int  # batches of this rank
     order: Order
     log: list[Command] = field(default_factory=list)
+    asked: int = 0
     loads: deque[int] = field(default_factory=deque)
     main: Command | None = None
     done: dict[str, list[int]] = field(default_factory=dict)
@@ -45,22 +35,21 @@ class World:
     snapshots: list[int] = field(default_factory=list)
 
     def run(self) -> State:
-        state, commands = start(self.settings)
-        self.take(state, commands)
+        state = start(self.settings)
+        self.take(state)
         for _ in range(10_000):
             if state.stopped:
                 return state
             assert self.main is not None or self.loads, f"stuck at {state}"
-            event = self.next_event(state)
-            state, commands = advance(state, event)
-            self.take(state, commands)
+            state = self.answered(state)
+            self.take(state)
         raise AssertionError("no end")
 
-    def next_event(self, state: State) -> Event:
+    def answered(self, state: State) -> State:
         if self.loads and (self.main is None or self.order()):
             index = self.loads.popleft()
             self.dry = self.dry or index >= self.found
-            return BatchLoaded(index, index < self.found)
+            return loaded(state, index < self.found)
         command, self.main = self.main, None
         assert command is not None
         if command.action != "evict":
@@ -75,20 +64,22 @@ class World:
         if command.action == "settle":
             facts = self.facts[min(command.index, len(self.facts) - 1)]
             if self.ended is None and not facts.train:
-                self.ended = command.index if facts.drain else self.count("backward")
-            return Settled(command.index, facts)
-        return Done(command)
+                self.ended = command.index if self.settings.drain else self.count("backward")
+            return done(state, facts)
+        return done(state)
 
     def count(self, action: str) -> int:
         return len(self.done.get(action, ()))
 
-    def take(self, state: State, commands: tuple[Command, ...]) -> None:
-        for command in commands:
-            if command.action == "load":
-                self.loads.append(command.index)
-                assert command.index - self.count("backward") < self.settings.in_flight
-                continue
-            assert self.main is None
+    def take(self, state: State) -> None:
+        for index in range(self.asked, state.loads):
+            self.loads.append(index)
+            assert index - self.count("backward") < self.settings.in_flight
+        self.asked = state.loads
+        command = state.running
+        if self.main is not None:
+            assert command is self.main
+        elif command is not None:
             self.main = command
             self.log.append(command)
             self.check(command)
@@ -121,7 +112,7 @@ class World:
             assert command.evict_s == self.evict_s(i)
         if command.action == "snapshot":
             assert i in (self.count("probe"), self.ended)
-            assert self.count("begin") == i or not self.facts[-1].drain
+            assert self.count("begin") == i or not self.settings.drain
             assert self.count("backward") == i
             assert self.count("apply") == -(-i // size)
 
@@ -149,7 +140,7 @@ class World:
 def settings_of(draw: st.DrawFn) -> Settings:
     k, size = draw(st.integers(0, 3)), draw(st.integers(1, 4))
     depth = draw(st.none() | st.integers((k + 1) * size, (k + 1) * size + 6))
-    return Settings(staleness=k, accumulation=size, depth=depth)
+    return Settings(staleness=k, accumulation=size, depth=depth, drain=draw(st.booleans()))
 
 
 ROUND = st.builds(
@@ -158,7 +149,7 @@ ROUND = st.builds(
     snapshot=st.sampled_from([False, False, False, True]),
     evict_s=st.sampled_from([None, None, 5, 9]),
 )
-END = st.builds(Facts, train=st.just(False), drain=st.booleans(), snapshot=st.booleans())
+END = st.builds(Facts, train=st.just(False), snapshot=st.booleans())
 
 
 @given(
@@ -179,7 +170,7 @@ def test_any_order_keeps_the_rules(
     trained = world.done.get("backward", [])
     assert trained == list(range(len(trained)))
     assert len(trained) == world.ended
-    if end.drain:
+    if settings.drain:
         assert len(trained) == len(rounds)
         # No wish for a snapshot point is lost, also while another one is to come.
         size = settings.accumulation

@@ -23,6 +23,7 @@ from shoal.ragged import KeyedRagged
 from shoal.telemetry import JsonLines
 from shoal.train import summary as recording
 from shoal.train.folder import RunFolder
+from shoal.train.ranks import ALONE
 from shoal.train.resuming import find_beginning, job_of
 from shoal.train.saving import Saver
 from shoal.train.summary import Recorder
@@ -268,18 +269,14 @@ class Silence:
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s, self.saves = [0.0], list[Any]()
         run_state: Any = SimpleNamespace(
-            learners=(), steps=5, position=40, state=lambda: ({}, {}), check=lambda: None
-        )
-        ranks: Any = SimpleNamespace(
-            leads=True, background=lambda _: None, total=lambda values, **_: values
-        )
+            learners=(), steps=5, position=40, ranks=ALONE,
+            state=lambda: ({}, {}), check=lambda: None,
+        )  # fmt: skip
         monkeypatch.setattr("shoal.train.saving.begin", self._begin)
         settings = CheckpointSettings(every_s=10.0)
         clock = self.now_s
         self.run_state = run_state
-        self.saver = Saver(
-            str(tmp_path), settings, run_state, job={}, ranks=ranks, clock=lambda: clock[0]
-        )
+        self.saver = Saver(str(tmp_path), settings, run_state, job={}, clock=lambda: clock[0])
 
     def _begin(self, *_: object, step: int, kind: str, **__: object) -> Any:
         save = SimpleNamespace(done=False, error=None, name="a save", cursors={}, step=step)
