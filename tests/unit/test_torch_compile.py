@@ -23,10 +23,10 @@ from shoal import (
     SparseOptimizer,
     TableSpec,
     clip_grad_norm_,
+    compiling,
     optimizers,
 )
 from shoal.comm.collectives import LocalCollectives
-from shoal.distributed import model as wrapping
 from shoal.errors import DeviceUnavailable, ShoalError
 
 # Of the compiler itself: it looks at `.grad` of everything.
@@ -149,8 +149,8 @@ def test_another_rank_without_a_compiler_is_heard_of(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("training", [True, False])
 def test_each_forward_begins_a_step(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[bool] = []
-    monkeypatch.setattr(wrapping, "has_cuda_graphs", lambda how: True)
-    monkeypatch.setattr(wrapping, "begin_step", lambda: begun.append(True))
+    monkeypatch.setattr(compiling, "has_cuda_graphs", lambda how: True)
+    monkeypatch.setattr(compiling, "begin_step", lambda: begun.append(True))
     model = DistributedModelParallel(Net()).train(training)
     for _ in range(2):
         model(batch(2))

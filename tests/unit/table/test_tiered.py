@@ -286,7 +286,7 @@ def test_bad_caches_are_refused() -> None:
     for wrong in (-1, 1.5, True):
         with pytest.raises(ConfigError, match="cache_bytes"):
             HostRows(cache_bytes=wrong)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="lru, lfu"):
+    with pytest.raises(ConfigError, match="'lru', 'lfu'"):
         HostRows(policy="fifo")  # type: ignore[arg-type]
 
 
