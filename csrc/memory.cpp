@@ -14,17 +14,17 @@ namespace {
 
 constexpr std::size_t kHuge = std::size_t{2} << 20;
 
-// Maps memory and a huge page more, for a start that is aligned to one.
 void* map(std::size_t bytes) {
   void* const mapping =
-      ::mmap(nullptr, bytes + kHuge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapping == MAP_FAILED) throw std::bad_alloc();
   return mapping;
 }
 
-char* aligned(void* mapping, std::size_t huge_bytes) {
+// The first address of a mapping that is aligned so; huge pages from there on.
+char* aligned(void* mapping, std::size_t to, std::size_t huge_bytes) {
   const auto address = reinterpret_cast<std::uintptr_t>(mapping);
-  char* const start = reinterpret_cast<char*>((address + kHuge - 1) & ~(kHuge - 1));
+  char* const start = reinterpret_cast<char*>((address + to - 1) & ~(to - 1));
 #ifdef MADV_HUGEPAGE
   ::madvise(start, huge_bytes, MADV_HUGEPAGE);
 #endif
@@ -32,8 +32,8 @@ char* aligned(void* mapping, std::size_t huge_bytes) {
 }
 
 // Packed blocks lie in huge pages next to each other: a step over a thousand small tables reads few
-// page tables (decision 0032). Memory that comes back waits for a block of its size, and never goes
-// back to the system: for what is rarely given back.
+// page tables (decision 0032). A block that comes back waits for the next of its size; a chunk goes
+// back to the system when all its blocks have come back.
 class PackedBlocks {
  public:
   static PackedBlocks& instance() {
@@ -44,22 +44,24 @@ class PackedBlocks {
   char* take(std::size_t bytes) {
     const Size size(bytes);
     const std::lock_guard guard(mutex_);
-    if (Free* const found = free_[size.number]; found != nullptr) {
-      free_[size.number] = found->next;
-      return reinterpret_cast<char*>(found);
+    char* data = reinterpret_cast<char*>(free_[size.number]);
+    if (data != nullptr) {
+      free_[size.number] = free_[size.number]->next;
+    } else {
+      if (left_ < size.bytes) begin_chunk();
+      left_ -= size.bytes;
+      data = std::exchange(next_, next_ + size.bytes);
     }
-    if (left_ < size.bytes) {
-      next_ = aligned(map(kChunk), kChunk);
-      left_ = kChunk;
-    }
-    left_ -= size.bytes;
-    return std::exchange(next_, next_ + size.bytes);
+    ++chunk_of(data)->taken;
+    return data;
   }
 
   void give_back(char* data, std::size_t bytes) noexcept {
     const Size size(bytes);
     const std::lock_guard guard(mutex_);
     free_[size.number] = new (data) Free{free_[size.number]};
+    Chunk* const chunk = chunk_of(data);
+    if (--chunk->taken == 0 && chunk != chunk_of(next_ - 1)) drop(chunk);
   }
 
   std::mutex& mutex() { return mutex_; }
@@ -69,6 +71,10 @@ class PackedBlocks {
 
   struct Free {
     Free* next;
+  };
+  struct alignas(64) Chunk {  // at its start, which is aligned to its size
+    void* mapping;
+    std::size_t taken;  // blocks
   };
   // Sizes in steps of an eighth of their power of two, of a line at least.
   struct Size {
@@ -80,6 +86,31 @@ class PackedBlocks {
     }
     std::size_t bytes = 0, number = 0;
   };
+
+  static Chunk* chunk_of(const void* data) {
+    return reinterpret_cast<Chunk*>(reinterpret_cast<std::uintptr_t>(data) & ~(kChunk - 1));
+  }
+
+  void begin_chunk() {
+    void* const mapping = map(2 * kChunk);
+    char* const start = aligned(mapping, kChunk, kChunk);
+    new (start) Chunk{mapping, 0};
+    next_ = start + sizeof(Chunk);
+    left_ = kChunk - sizeof(Chunk);
+  }
+
+  void drop(Chunk* chunk) noexcept {
+    for (Free*& first : free_) {
+      for (Free** at = &first; *at != nullptr;) {
+        if (chunk_of(*at) == chunk) {
+          *at = (*at)->next;
+        } else {
+          at = &(*at)->next;
+        }
+      }
+    }
+    ::munmap(chunk->mapping, 2 * kChunk);
+  }
 
   std::mutex mutex_;
   std::array<Free*, 16 * 13> free_{};
@@ -94,9 +125,9 @@ std::mutex& packed_blocks_mutex() { return PackedBlocks::instance().mutex(); }
 Block::Block(std::size_t bytes) : bytes_(bytes) {
   if (bytes == 0) return;
   if (bytes >= kHuge) {
-    mapping_ = map(bytes);
+    mapping_ = map(bytes + kHuge);
     // Only whole huge pages: a table's last partial page must not cost two megabytes.
-    data_ = aligned(mapping_, bytes & ~(kHuge - 1));
+    data_ = aligned(mapping_, kHuge, bytes & ~(kHuge - 1));
     return;
   }
   const std::size_t rounded = (bytes + 63) & ~std::size_t{63};

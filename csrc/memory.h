@@ -9,7 +9,7 @@ class Block {
  public:
   Block() = default;
   explicit Block(std::size_t bytes);
-  static Block packed(std::size_t bytes);  // small ones share huge pages, and keep what they took
+  static Block packed(std::size_t bytes);  // small ones share huge pages
   Block(Block&& other) noexcept;
   Block& operator=(Block&& other) noexcept;
   Block(const Block&) = delete;

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <fstream>
 #include <random>
 #include <utility>
 #include <vector>
@@ -52,6 +53,26 @@ void sizes() {
   EXPECT(Block(0).data() == nullptr);
 }
 
+std::size_t resident_bytes() {
+  std::size_t pages = 0, whole = 0;
+  std::ifstream("/proc/self/statm") >> whole >> pages;
+  return pages * 4096;
+}
+
+// Chunks whose blocks have all come back are the system's again.
+void given_back() {
+  const std::size_t before = resident_bytes();
+  std::vector<Block> blocks;
+  for (int k = 0; k < 200; ++k) {
+    blocks.push_back(Block::packed(std::size_t{1} << 20));
+    std::memset(blocks.back().data(), 1, blocks.back().bytes());
+  }
+  EXPECT(resident_bytes() > before + (std::size_t{150} << 20));
+  std::shuffle(blocks.begin(), blocks.end(), std::mt19937_64(3));
+  blocks.clear();
+  EXPECT(resident_bytes() < before + (std::size_t{64} << 20));
+}
+
 }  // namespace
 
 int main() {
@@ -61,5 +82,6 @@ int main() {
     churn(300, std::size_t{3} << 20, packed);
   }
   sizes();
+  given_back();
   return failures == 0 ? 0 : 1;
 }

@@ -319,7 +319,10 @@ class Placement(Checked):
         try:
             value = json.loads(text)
             found = value.pop("hosted")
-            hosted = [{**one, "ranks": tuple(one["ranks"])} for one in found]
+            hosted = [
+                {**one, "ranks": tuple(one["ranks"]), "replicated": one["replicated"]}
+                for one in found
+            ]
             if value.pop("format") != _FORMAT or type(found) is not list:
                 raise TypeError("another format")
             return cls(hosted=tuple(Hosted(**one) for one in hosted), **value)

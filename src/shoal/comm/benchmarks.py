@@ -59,7 +59,7 @@ class BenchmarkSettings:
 
 
 def benchmark_settings(
-    environ: Mapping[str, str] = os.environ,
+    environ: Mapping[str, str] | None = None,
     *,
     which: str | None = None,
     iterations: int | None = None,
@@ -75,6 +75,7 @@ def benchmark_settings(
     Raises:
         ConfigError: a value that cannot be.
     """
+    environ = os.environ if environ is None else environ
 
     def number(name: str, given: int | None, default: int) -> int:
         return whole(environ, f"MONOLITH_BENCHMARK_{name}", default) if given is None else given

@@ -101,12 +101,13 @@ FLAGS: Mapping[str, Flag] = {
 _FAMILIES = ("MONOLITH_WITH_HOROVOD", "MONOLITH_WITH_OPTIMIZED", "MONOLITH_WITH_BYTEPS")
 
 
-def read_flags(environ: Mapping[str, str] = os.environ) -> BackendFlags:
+def read_flags(environ: Mapping[str, str] | None = None) -> BackendFlags:
     """Read the variables of `FLAGS`. One that looks like them but is not there is warned about.
 
     Raises:
         ConfigError: a value that the variable cannot have.
     """
+    environ = os.environ if environ is None else environ
     known = {flag.variable for flag in FLAGS.values()}
     for name in environ:
         if name.startswith(_FAMILIES) and name not in known:

@@ -186,16 +186,17 @@ class OpenMpi:
     local_size: int | None
 
 
-def open_mpi(environ: Mapping[str, str] = os.environ) -> OpenMpi:
+def open_mpi(environ: Mapping[str, str] | None = None) -> OpenMpi:
     """The four OMPI_COMM_WORLD_* numbers.
 
     Raises:
         LaunchError: one of them is no number.
     """
+    environ = os.environ if environ is None else environ
     return OpenMpi(*(_optional(environ, name) for name in _VARIABLES["mpi"]))
 
 
-def detect(environ: Mapping[str, str] = os.environ) -> Launch:
+def detect(environ: Mapping[str, str] | None = None) -> Launch:
     """Find the launcher and this process's place. Reads `environ` only; starts nothing.
 
     RANK and WORLD_SIZE go first. Where Open MPI's or Slurm's numbers stand next to them they must
@@ -205,6 +206,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> Launch:
         LaunchError: variables contradict each other, are incomplete, or do not say where rank 0
             listens.
     """
+    environ = os.environ if environ is None else environ
     of_torchrun = bool(environ.get("RANK") and environ.get("TORCHELASTIC_RUN_ID"))
     other = None if of_torchrun else _mpi(environ) or _slurm(environ)
     if environ.get("RANK"):
@@ -359,12 +361,13 @@ def _contradiction(said: str, other: Launch) -> LaunchError:
     )
 
 
-def process_group_timeout_s(environ: Mapping[str, str] = os.environ) -> float | None:
+def process_group_timeout_s(environ: Mapping[str, str] | None = None) -> float | None:
     """PROCESS_GROUP_TIMEOUT_SECONDS; None where it is not set.
 
     Raises:
         ConfigError: not a whole number above zero.
     """
+    environ = os.environ if environ is None else environ
     seconds = whole(environ, "PROCESS_GROUP_TIMEOUT_SECONDS", 0, least=1, most=MAX_TIMEOUT_S)
     return float(seconds) if seconds else None
 
@@ -382,12 +385,13 @@ class Attempt:
     restarts: int
 
 
-def attempt(environ: Mapping[str, str] = os.environ) -> Attempt | None:
+def attempt(environ: Mapping[str, str] | None = None) -> Attempt | None:
     """The present start of torchrun's job; None under other launchers.
 
     Raises:
         LaunchError: a count that is no number.
     """
+    environ = os.environ if environ is None else environ
     run_id = environ.get("TORCHELASTIC_RUN_ID")
     if not run_id:
         return None

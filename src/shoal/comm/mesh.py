@@ -69,7 +69,9 @@ class Mesh:
             watched = self.watched("control")
             self.control = TorchCollectives(group, host, timeout_s, watched=watched)
 
-    def new_group(self, name: str, *, timeout_s: float | None = None) -> dist.ProcessGroup | None:
+    def new_group(
+        self, name: str, *, timeout_s: float | None = None, device: torch.device | None = None
+    ) -> dist.ProcessGroup | None:
         """A group of all ranks, say for one collection's exchange; None for one rank alone.
 
         Every rank calls this, with the same names in the same order. The mesh ends the group.
@@ -77,6 +79,7 @@ class Mesh:
         Args:
             name: what the group is for, in logs and in torch's messages.
             timeout_s: of its collectives; the mesh's when left out.
+            device: where its tensors are; the mesh's device when left out.
 
         Raises:
             ConfigError: ranks ask for different groups.
@@ -84,8 +87,9 @@ class Mesh:
         """
         if self.world_size == 1:
             return None
-        self._require_same(f"group {name!r}", name)
-        return self._make_group(name, timeout_s or self.timeout_s, self.device)
+        device = device or self.device
+        self._require_same(f"group {name!r}", (name, device.type))
+        return self._make_group(name, timeout_s or self.timeout_s, device)
 
     def collectives(
         self,

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +61,7 @@ _DEAD_MS = 20_000  # without a sign of life it is closed, and made again; more t
 
 
 def _check_package() -> None:
-    if find_spec("zmq") is None:
+    if zmq is None:
         raise ConfigError(
             "connection to a server",
             got="no package pyzmq",

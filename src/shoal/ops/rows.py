@@ -112,13 +112,16 @@ def _scatter_backward(ctx: Any, grad_MD: Tensor) -> tuple[Any, ...]:
     return _gather_rows([grad_MD], index_N, True, ctx.what), None, None, None
 
 
+_check_match = by_core(_core_match)
 _match_rows = operator(
     "match_rows(Tensor[] ids, Tensor query_N, bool missing_ok, bool multi_threads, str what)"
     " -> Tensor",
     core=_core_match,
     triton="flat_rows:match_rows",
     fake=lambda ids, query_N, *_: torch.empty_like(query_N),
-    check=by_core(_core_match),
+    check=lambda ids, query_N, missing_ok, *rest: (
+        None if missing_ok else _check_match(ids, query_N, missing_ok, *rest)
+    ),
 )
 _gather_rows = operator(
     "gather_rows(Tensor[] shards, Tensor index_N, bool multi_threads, str what) -> Tensor",

@@ -295,7 +295,7 @@ class Table:
         check_dense(name, tensor)
         if tensor.dtype is not dtype:
             raise _dtype(name, tensor, dtype)
-        if not isinstance(given, Tensor) and want[0] == 0:
+        if not isinstance(given, Tensor) and want[0] == tensor.numel() == 0:
             tensor = tensor.reshape(want)
         if tensor.shape != want:
             raise _shape(name, tensor, f"{form} = {list(want)}")

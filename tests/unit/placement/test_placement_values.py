@@ -141,6 +141,9 @@ HELPFUL = r".+: got .+; allowed: .+\. .+"
         lambda: Placement.from_json(broken(format="other")),
         lambda: Placement.from_json(broken(hosted={})),
         lambda: Placement.from_json(broken(hosted=[{"table": "t"}])),
+        lambda: Placement.from_json(
+            broken(hosted=[{"table": "t", "start": 0, "stop": 4, "ranks": [0, 1]}])
+        ),
         lambda: Placement.from_json(broken(world_size="2")),
         lambda: Placement.from_json(broken(world_size=1)),
         lambda: Placement.from_json(broken(more=1)),

@@ -284,6 +284,8 @@ class TestBadInput:
         one = table(make_shard)
         with pytest.raises(ShapeError, match="counts"):
             one.find_or_init([1, 2], counts=[1])
+        with pytest.raises(ShapeError, match="counts"):
+            one.find_or_init([], counts=[1])
         with pytest.raises(DTypeError, match="counts"):
             one.find_or_init([1], counts=torch.ones(1))
         assert len(one) == 0

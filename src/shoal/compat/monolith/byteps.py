@@ -71,7 +71,7 @@ class NodeEnvironment:
 
 def node_environment(
     uuid: str,
-    environ: Mapping[str, str] = os.environ,
+    environ: Mapping[str, str] | None = None,
     *,
     address_of: Callable[[str], str] | None = None,
     folder: Path | None = None,
@@ -92,6 +92,7 @@ def node_environment(
         ConfigError: a value that a variable cannot have, a missing BYTEPS_NUMA_ID, or an
             interface that is not here.
     """
+    environ = os.environ if environ is None else environ
     rank, size, local_size = _place(environ)
     local_rank, node = rank % local_size, rank // local_size
     where = Path(tempfile.gettempdir()) if folder is None else folder
@@ -125,9 +126,10 @@ def node_environment(
 
 
 def apply_environment(
-    node: NodeEnvironment, environ: MutableMapping[str, str] = os.environ
+    node: NodeEnvironment, environ: MutableMapping[str, str] | None = None
 ) -> None:
     """Make the socket folder and set the variables, in the process's environment by default."""
+    environ = os.environ if environ is None else environ
     node.socket_folder.mkdir(parents=True, exist_ok=True)
     environ.update(node.variables)
 

@@ -59,22 +59,22 @@ def flags_or_settings(flags: SyncFlags | None) -> SyncFlags:
     return _Process.flags if flags is None else flags
 
 
-def get_mpi_rank(environ: Mapping[str, str] = os.environ) -> int:
+def get_mpi_rank(environ: Mapping[str, str] | None = None) -> int:
     """OMPI_COMM_WORLD_RANK; 0 with a warning where it is missing."""
     return _or_default("get_mpi_rank", open_mpi(environ).rank, 0)
 
 
-def get_mpi_local_rank(environ: Mapping[str, str] = os.environ) -> int:
+def get_mpi_local_rank(environ: Mapping[str, str] | None = None) -> int:
     """OMPI_COMM_WORLD_LOCAL_RANK; 0 with a warning where it is missing."""
     return _or_default("get_mpi_local_rank", open_mpi(environ).local_rank, 0)
 
 
-def get_mpi_size(environ: Mapping[str, str] = os.environ) -> int:
+def get_mpi_size(environ: Mapping[str, str] | None = None) -> int:
     """OMPI_COMM_WORLD_SIZE; 1 with a warning where it is missing."""
     return _or_default("get_mpi_size", open_mpi(environ).size, 1)
 
 
-def get_mpi_local_size(environ: Mapping[str, str] = os.environ) -> int:
+def get_mpi_local_size(environ: Mapping[str, str] | None = None) -> int:
     """OMPI_COMM_WORLD_LOCAL_SIZE; 1 with a warning where it is missing."""
     return _or_default("get_mpi_local_size", open_mpi(environ).local_size, 1)
 
@@ -86,12 +86,12 @@ def _or_default(name: str, value: int | None, default: int) -> int:
     return value
 
 
-def _under_mpi(environ: Mapping[str, str]) -> bool:
+def _under_mpi(environ: Mapping[str, str] | None) -> bool:
     return open_mpi(environ).local_rank is not None
 
 
 def enable_sync_training(
-    flags: SyncFlags | None = None, environ: Mapping[str, str] = os.environ
+    flags: SyncFlags | None = None, environ: Mapping[str, str] | None = None
 ) -> bool:
     """Whether this process trains synchronously: the flag is set and Open MPI started it.
 
@@ -106,7 +106,7 @@ def enable_sync_training(
 def get_device_str(
     force_on_cpu: bool = False,
     flags: SyncFlags | None = None,
-    environ: Mapping[str, str] = os.environ,
+    environ: Mapping[str, str] | None = None,
 ) -> str:
     """Monolith's name of the device that this process computes on.
 
@@ -127,7 +127,7 @@ def get_device_str(
 
 def try_init_cuda(
     flags: SyncFlags | None = None,
-    environ: MutableMapping[str, str] = os.environ,
+    environ: MutableMapping[str, str] | None = None,
     *,
     start: Start = backends.start,
 ) -> None:
@@ -137,6 +137,7 @@ def try_init_cuda(
     CUDA_DEVICE_ORDER to PCI_BUS_ID; so call this before anything uses CUDA. What cannot start is
     logged, as in Monolith.
     """
+    environ = os.environ if environ is None else environ
     if not _under_mpi(environ):
         return
     if "CUDA_VISIBLE_DEVICES" not in environ:
@@ -252,7 +253,7 @@ class SessionConfig:
 
 
 def update_session_config_for_gpu(
-    config: SessionConfig, flags: SyncFlags | None = None, environ: Mapping[str, str] = os.environ
+    config: SessionConfig, flags: SyncFlags | None = None, environ: Mapping[str, str] | None = None
 ) -> SessionConfig:
     """A configuration that fits this rank.
 
@@ -367,7 +368,7 @@ def get_sync_run_hooks(
     is_full_sync: bool = False,
     *,
     flags: SyncFlags | None = None,
-    environ: Mapping[str, str] = os.environ,
+    environ: Mapping[str, str] | None = None,
     collectives: Collectives | None = None,
     telemetry: Callable[[], Mapping[str, float]] | None = None,
 ) -> list[RunHook]:
