@@ -397,21 +397,23 @@ class JobWriter:
     def _write_sketches(self) -> dict[int, SavedFile]:
         """Of the sketches of all ranks the largest cells: never less than an id was seen, and the
         same again when all ranks that loaded it save it."""
-        mine: dict[int, tuple[str, str, Any]] = {}
+        saved: dict[int, SavedFile] = {}
+        failures: list[Exception] = []
         ranks = self.collectives
         tables = [(name, spec) for name, _, spec in self._specs() if _counter(spec) == "sketch"]
         for number, (name, spec) in enumerate(tables):
             cells = _cells(spec, self.point.admission.get((name, spec.name)))
             cells = reduced(ranks, cells, "max", what="sketches of a checkpoint")
-            if number % ranks.world_size == ranks.rank:
-                mine[number] = name, spec.name, cells.to(torch.uint32).numpy()
-        # Once all ranks are through: a failure of one would leave the others waiting.
-        return {
-            number: write_whole(
-                self.folder, sketch_path(name, table), "sketch", cells, [f"{name}/{table}"]
-            )
-            for number, (name, table, cells) in mine.items()
-        }
+            if number % ranks.world_size == ranks.rank and not failures:
+                path, data = sketch_path(name, spec.name), cells.to(torch.uint32).numpy()
+                try:
+                    key = f"{name}/{spec.name}"
+                    saved[number] = write_whole(self.folder, path, "sketch", data, [key])
+                except Exception as error:  # noqa: BLE001 - the other ranks are in the next round
+                    failures.append(error)
+        if failures:
+            raise failures[0]
+        return saved
 
     def _write_state(self, rank_states: Sequence[Mapping[str, Any]]) -> tuple[SavedFile, ...]:
         if self.collectives.rank != 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from rich.console import Console
 from torch import Tensor
 
@@ -93,6 +94,8 @@ def _difference(one: Any, other: Any) -> str:
         return "" if type(one) is type(other) and one == other else f"{one!r} and {other!r}"
     if one.shape != other.shape or one.dtype != other.dtype:
         return f"{one.dtype}{list(one.shape)} and {other.dtype}{list(other.shape)}"
+    if torch.equal(one, other):
+        return ""
     far = maintenance.apart(one, other)
     if not far.any():
         return ""

@@ -642,7 +642,8 @@ class SparseOptimizer(torch.optim.Optimizer):
             NonFiniteGradient: a gradient held NaN or infinity under the policy "raise", here or
                 on another rank.
         """
-        self._raise_together(next(filter(None, map(_found, self.accumulators)), None))
+        found = list(filter(None, map(_found, self.accumulators)))
+        self._raise_together(found[0] if found else None)
 
     def check_finite(self) -> None:
         """Under the policy "raise", raise NonFiniteGradient on all ranks before anything steps.

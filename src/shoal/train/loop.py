@@ -328,10 +328,11 @@ def evaluate_all(
             raise _no_examples("evaluation")
         if ranks.leads:
             progress.show(ProgressState(examples=done), final=True)
-    metrics, *others = ranks.gathered(metrics, what="metrics of an evaluation")
-    for other in others:
-        for name, sheet in metrics.items():
-            sheet.merge(other[name])
+    if ranks.many:
+        metrics, *others = ranks.gathered(metrics, what="metrics of an evaluation")
+        for other in others:
+            for name, sheet in metrics.items():
+                sheet.merge(other[name])
     results = {name: sheet.compute() for name, sheet in metrics.items()}
     if retrieval is not None:
         main = next(iter(results))

@@ -99,7 +99,7 @@ def write_predictions(
     writer: Any = None
     try:
         with _writing(path):
-            partial.touch()
+            partial.open("wb").close()
         with progress:
             for every in found:
                 with _writing(path):

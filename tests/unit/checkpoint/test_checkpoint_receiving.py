@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from shoal.checkpoint import row_files
+from shoal.checkpoint.formats import foreign
 from shoal.checkpoint.formats.foreign import CollectedRows, Entries, Offered, form_of, receive
 from shoal.checkpoint.formats.parquet import open_parquet, write_parquet
 from shoal.checkpoint.job_state import Contents
@@ -82,6 +85,21 @@ def test_ids_that_come_twice_are_named(run_bytes: int):
             collected.add(0, Entries(ids=torch.arange(30), weights=torch.ones(30, 1)))
         with pytest.raises(DataError, match="and 25 more more than once"):
             collected.finish()
+
+
+def test_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch):
+    class Full(io.RawIOBase):
+        def writable(self) -> bool:
+            return True
+
+        def write(self, data: object) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    form = form_of("c", TableSpec(name="t", segments=(Segment(dim=1),)))
+    with CollectedRows([form], run_bytes=1) as collected:
+        monkeypatch.setattr(foreign, "open", lambda *_: Full(), raising=False)
+        with pytest.raises(CheckpointError, match=r"No space left.*TMPDIR"):
+            collected.add(0, Entries(ids=torch.arange(100), weights=torch.ones(100, 1)))
 
 
 def test_columns_that_differ_are_refused():

@@ -198,6 +198,13 @@ def test_errors_of_examples_are_none_of_the_file(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
+def test_what_a_killed_run_left_is_not_published(tmp_path: Path):
+    (tmp_path / "out.parquet.partial").write_bytes(b"stale")
+    line = ProgressLine(SILENT, "predict", 1)
+    assert write_predictions(tmp_path / "out.parquet", cast(Learner, None), [], line) == 0
+    assert (tmp_path / "out.parquet").read_bytes() == b""
+
+
 def test_ranks_send_rows_of_a_slice_alone():
     whole = pa.table({"order": pa.array([f"order-{n}" * 10 for n in range(20_000)])})
     rows, sent = whole.slice(5000, 10), list[bytes]()

@@ -220,13 +220,17 @@ class CollectedRows:
         return _in_order(waiting)
 
     def _spill(self, table: int) -> None:
-        path = f"{self._folder.name}/{table}-{len(self._runs[table])}"
+        path, rows = f"{self._folder.name}/{table}-{len(self._runs[table])}", self._sorted(table)
         try:
             with open(path, "wb") as file:
-                torch.save(self._sorted(table), file)
-        except OSError as error:
-            what, got = f"rows on their way, in {self._folder.name}", error.strerror or error
-            allowed = "room for the weights and state of all rows"
+                torch.save(rows, file)
+        except (OSError, RuntimeError) as error:  # torch's own, while it ends a file that is full
+            cause = error if isinstance(error, OSError) else error.__context__
+            got = (cause.strerror if isinstance(cause, OSError) else None) or error
+            what, allowed = (
+                f"rows on their way, in {self._folder.name}",
+                "room for the weights and state of all rows",
+            )
             remedy = "Set TMPDIR to a folder with more room."
             raise CheckpointError(what, got, allowed, remedy) from error
         self._runs[table].append(torch.load(path, weights_only=True, mmap=True))
@@ -268,7 +272,8 @@ class CollectedRows:
 
 def _in_order(parts: Sequence[Columns]) -> Columns:
     columns = tuple(map(torch.cat, zip(*parts, strict=True)))
-    return selected(columns, columns[0].argsort())
+    # By NumPy: threads of torch that sort wait for each other on a busy machine.
+    return selected(columns, torch.from_numpy(columns[0].numpy().argsort(kind="stable")))
 
 
 def _stored(table: SavedTable, entries: Entries) -> Tensor:
