@@ -67,7 +67,7 @@ void Table::check_room(const Insert& job) const {
   const auto live = static_cast<std::int64_t>(index_.size());
   const std::int64_t held = std::count(job.pinned.begin(), job.pinned.end(), true);
   if (spec_.on_full == OnFull::raise || over > live - held) {
-    throw TableFullError(spec_.name, live, spec_.capacity_rows, job.wanted);
+    throw TableFullError(spec_, spec_.on_full == OnFull::raise ? live : held, job.wanted);
   }
 }
 

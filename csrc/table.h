@@ -35,14 +35,17 @@ struct TableSpec {
 
 class TableFullError : public std::exception {
  public:
-  // The message is "rows capacity wanted table": the Python side words it for people.
-  TableFullError(const std::string& table, std::int64_t rows, std::int64_t capacity,
-                 std::int64_t wanted)
-      : message_(std::to_string(rows) + " " + std::to_string(capacity) + " " +
-                 std::to_string(wanted) + " " + table) {}
+  // The message is "kept capacity wanted on_full table": the Python side words it for people.
+  TableFullError(const TableSpec& spec, std::int64_t kept, std::int64_t wanted)
+      : message_(std::to_string(kept) + " " + std::to_string(spec.capacity_rows) + " " +
+                 std::to_string(wanted) + " " + word_of(spec.on_full) + " " + spec.name) {}
   const char* what() const noexcept override { return message_.c_str(); }
 
  private:
+  static const char* word_of(OnFull on_full) {
+    if (on_full == OnFull::raise) return "raise";
+    return on_full == OnFull::lru ? "lru" : "lfu";
+  }
   std::string message_;
 };
 

@@ -91,7 +91,7 @@ void Table::load(const Columns& from, int threads) {
 void Table::make_rows(std::int64_t fresh, const Columns& from, const std::int32_t* rows) {
   const auto live = static_cast<std::int64_t>(index_.size());
   if (spec_.capacity_rows > 0 && live + fresh > spec_.capacity_rows) {
-    throw TableFullError(spec_.name, live, spec_.capacity_rows, fresh);
+    throw TableFullError(spec_, live, fresh);
   }
   if (fresh == 0) return;
   arena_.reserve(static_cast<std::size_t>(fresh));

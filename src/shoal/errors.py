@@ -47,6 +47,7 @@ __all__ = [
     "collective_failed",
     "describe",
     "did_you_mean",
+    "no_package",
     "out_of_device_memory",
     "unknown_name",
 ]
@@ -141,6 +142,16 @@ def did_you_mean(got: str, known: Iterable[str]) -> str:
     """A question with the one or two nearest names; empty if none is near."""
     near = difflib.get_close_matches(got, list(known), n=2, cutoff=0.6)
     return f"Did you mean {' or '.join(near)}?" if near else ""
+
+
+def no_package(what: str, package: str, extra: str, allowed: str = "") -> ConfigError:
+    """Build a `ConfigError` for a package that is not installed, and that an extra brings."""
+    return ConfigError(
+        what,
+        got=f"no package {package}",
+        allowed=allowed or f"the packages of the extra {extra!r}",
+        remedy=f"pip install 'shoal[{extra}]'.",
+    )
 
 
 _LISTED = 50

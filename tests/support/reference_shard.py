@@ -15,10 +15,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shoal.errors import TableFull, TicketError
+from shoal.errors import TicketError
 from shoal.lookup import PoolPlan
 from shoal.rules.admission import Admission
 from shoal.table.factory import shard_copied
+from shoal.table.native import table_full
 from shoal.table.shard import Found, GradRecord, IdGroups, StepContext, SummedGrads, Ticket
 from shoal.table.spec import TableSpec
 from shoal.table.values import Entry, RowChunk, TableStats
@@ -340,10 +341,9 @@ class ReferenceShard(AdmissionVerbs, ChangeVerbs):
             spec, over = self.specs[k], self._over(k, new)
             free = sum((k, id_) not in kept for id_ in self._rows[k])
             if over > 0 and (spec.on_full == "raise" or over > free):
-                got = f"{len(self._rows[k])} rows and {new} new ids"
-                remedy = "Raise capacity_rows, or let on_full evict."
-                what = f"table {spec.name!r} is full"
-                raise TableFull(what, got=got, allowed=spec.capacity_rows, remedy=remedy)
+                stays = len(self._rows[k]) - (0 if spec.on_full == "raise" else free)
+                capacity = spec.capacity_rows or 0
+                raise table_full(spec.name, spec.on_full, capacity, kept=stays, wanted=new)
         for k, new in wanted.items():
             if self._over(k, new) > 0:
                 self._drop_worst(k, self._over(k, new), kept)

@@ -125,9 +125,8 @@ def verify(path: str, *, chain: bool, out: Console) -> bool:
     if len(report.unlisted) > _UNLISTED:
         print_line(out, f"no part of it: {len(report.unlisted) - _UNLISTED:,} more files")
     counted = f"{report.files:,} files, {human_bytes(report.bytes)}, {report.rows:,} rows"
-    print_line(
-        out, f"{'all well' if report.ok else f'{len(report.problems):,} problems'}: {counted}"
-    )
+    wrong = f"{len(report.problems):,} problem{'s' if len(report.problems) > 1 else ''}"
+    print_line(out, f"{'all well' if report.ok else wrong}: {counted}")
     return report.ok
 
 

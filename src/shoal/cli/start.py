@@ -118,7 +118,7 @@ def init(
         else:
             text = (_examples_folder() / "flights.yaml").read_text(encoding="utf-8")
             text = text.replace("examples/flights.yaml", str(file))
-            text = text.replace("\nname: flights\n", f"\nname: {_name_of(file)}\n")
+            text = text.replace("\nname: flights\n", f"\nname: {_quoted(_name_of(file))}\n")
         _write_new(file, text)
         print_line(console(), f"wrote {file}")
         if note:
@@ -381,7 +381,7 @@ def _yaml(file: Path, found: _Found, paths: list[str], eval_paths: list[str], no
         f"# Made by shoal init from {_quoted(os.path.basename(paths[0]))}. Train with:",
         f"#   shoal train {' '.join(str(file).split())}",
         "# All settings of this run, with their defaults: shoal train FILE --print-config",
-        f"name: {_name_of(file)}",
+        f"name: {_quoted(_name_of(file))}",
         "",
         "data:",
         "  source:",

@@ -404,6 +404,7 @@ def open_data(
             short=settings.last_batch,
             sampler=_sampler(config, collectives) if samples else None,
             tree=tree if samples else None,
+            what="training examples",
         )
     return RunData(
         features=training.features,
@@ -415,6 +416,7 @@ def open_data(
             share=share,
             prefetch=settings.prefetch,
             pin_memory=pins,
+            what="evaluation examples",
         ),
         quarantine=quarantine,
         catalog=_catalog(config, tree),
@@ -443,7 +445,7 @@ def _sides(
             "what to evaluate on",
             got="data.split and data.source.eval_paths" if source.eval_paths else at_s or "neither",
             allowed="one of data.split (a time, not of a stream) and data.source.eval_paths",
-            remedy="Set one of them.",
+            remedy="Set data.split=null." if source.eval_paths else "Set one of them.",
         )
     recipe = _recipe(source)
     if keys is not None:

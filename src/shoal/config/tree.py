@@ -17,9 +17,10 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     PositiveFloat,
+    ValidationError,
     model_validator,
 )
-from pydantic_core import core_schema
+from pydantic_core import InitErrorDetails, core_schema
 
 from shoal.compiling import Compile
 from shoal.config.type_words import DEVICE, NAME, is_bool_for_number, of_type, with_patterns
@@ -168,8 +169,11 @@ class Section(BaseModel):
                     unknown = UnknownName(f"unknown config key {key}")
                     unknown.args = (*unknown.args, str(key), known)
                     raise unknown
-                if is_bool_for_number(setting, cls.model_fields[key].annotation):
-                    raise ValueError(f"{key}: true and false are no numbers; got {setting}")
+                hint = cls.model_fields[key].annotation
+                if is_bool_for_number(setting, hint):
+                    kind = "float_type" if "float" in str(hint) else "int_type"
+                    wrong = InitErrorDetails(type=kind, loc=(key,), input=setting)
+                    raise ValidationError.from_exception_data(cls.__name__, [wrong])
         return value
 
 
@@ -740,6 +744,19 @@ class RunConfig(Section):
     output: OutputSettings = Field(default_factory=OutputSettings)
     checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
     publish: PublishSettings | None = None
+
+    @model_validator(mode="after")
+    def _expiry_has_times(self) -> RunConfig:
+        source = self.data.source
+        if isinstance(source, FileSource) and source.time is None:
+            for name, table in self.tables.items():
+                if table.expiry is not None and table.expiry != Expiry():
+                    allowed = "a column of event times, by which rows expire"
+                    remedy = "Set data.source.time, or leave the expiry out."
+                    raise ConfigError(
+                        f"data.source.time with tables.{name}.expiry", None, allowed, remedy
+                    )
+        return self
 
     @model_validator(mode="after")
     def _evaluates_on_the_way(self) -> RunConfig:

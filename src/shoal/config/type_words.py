@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -79,7 +80,9 @@ def _allowed(error: ErrorDetails) -> str:
 def is_bool_for_number(value: Any, hint: Any) -> bool:
     """Whether a true or false in `value` would pass for a 1 or 0, which pydantic lets it."""
     items = value if isinstance(value, list | tuple) else [value]
-    return "bool" not in str(hint) and any(isinstance(item, bool) for item in items)
+    types = set(re.findall(r"\w+", str(hint)))
+    wants_number = "bool" not in types and not types.isdisjoint({"int", "float"})
+    return wants_number and any(isinstance(item, bool) for item in items)
 
 
 def with_patterns(value: Any, default_kind: str) -> Any:

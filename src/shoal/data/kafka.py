@@ -30,7 +30,7 @@ from shoal.data.loader import RankShare, require
 from shoal.data.quarantine import BadRow, Quarantine, sort_out
 from shoal.data.sources import check_same_columns
 from shoal.data.streams import Place, StreamPart
-from shoal.errors import ConfigError, DataError
+from shoal.errors import ConfigError, DataError, no_package
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -233,12 +233,7 @@ class KafkaFeed:
         try:
             import confluent_kafka as kafka
         except ImportError as error:
-            raise ConfigError(
-                "data.source kafka",
-                got="no confluent-kafka",
-                allowed="an environment that has it",
-                remedy="pip install 'shoal[kafka]'.",
-            ) from error
+            raise no_package("data.source kafka", "confluent-kafka", "kafka") from error
         options = {name: _value(value) for name, value in self._settings.options}
         settings = {
             "group.id": self._group,

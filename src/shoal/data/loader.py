@@ -116,6 +116,7 @@ class Loader:
         short: what becomes of a last batch with less.
         sampler: draws items that follow a batch's examples, by pass, place and rank; None: none.
         tree: examples become those of its nodes, drawn alike; None: there is none.
+        what: the examples are, in errors.
 
     Attributes:
         short_examples: of the last batch of a pass that is merged or dropped; 0 if none is.
@@ -139,6 +140,7 @@ class Loader:
         short: Short = "merge",
         sampler: Sampling | None = None,
         tree: ItemTree | None = None,
+        what: str = "examples of a source",
     ) -> None:
         require("least", least, least >= 1, "at least 1")
         require("batch_size", batch_size, batch_size >= least, f"at least {least}")
@@ -147,9 +149,7 @@ class Loader:
         size = len(source)
         if size < least:
             remedy = "Check the files and the split."
-            raise DataError(
-                "examples of a source", got=size, allowed=f"at least {least}", remedy=remedy
-            )
+            raise DataError(what, size, f"at least {least}", remedy)
         self.source = source
         self.batch_size = batch_size
         self.order = order or Order()

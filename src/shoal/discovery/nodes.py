@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from shoal.discovery.values import check_address
-from shoal.errors import ConfigError, ServerLost
+from shoal.errors import ServerLost, no_package
 
 _log = logging.getLogger("shoal.discovery")
 _TRIES = 3
@@ -23,12 +23,8 @@ def _package() -> Any:
         import kazoo.exceptions
         import kazoo.handlers.threading
     except ImportError:
-        raise ConfigError(
-            "discovery through ZooKeeper",
-            got="no package kazoo",
-            allowed="kazoo 2.10 or later",
-            remedy="pip install 'shoal[ps]'.",
-        ) from None
+        what = "discovery through ZooKeeper"
+        raise no_package(what, "kazoo", "ps", "kazoo 2.10 or later") from None
     return kazoo
 
 

@@ -13,16 +13,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import grpc
 import numpy as np
 import torch
 
 from shoal.discovery import Discovery
 from shoal.errors import ConfigError, InputError, ServerLost, ShapeError, ShoalError, UnknownName
 from shoal.ps.sending import first_reply
+from shoal.serve.packages import grpc
 from shoal.serve.protos import tfserving_pb2 as tfs
 from shoal.serve.rows import Find
-from shoal.serve.tensors import Array, reply_of_tf, tensor_to_tf
+from shoal.serve.signature import Array
+from shoal.serve.tensors import reply_of_tf, tensor_to_tf
 from shoal.table.rows import real_dtype
 from shoal.table.shard import Found, IdGroups
 from shoal.table.spec import TableSpec

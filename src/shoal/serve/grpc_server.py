@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import grpc
-
 from shoal.serve.openinference import OpenInference
+from shoal.serve.packages import grpc
 from shoal.serve.protos import health_pb2 as health
 from shoal.serve.service import Code, Service
 from shoal.serve.tfserving import TfServing, parsed

@@ -16,6 +16,7 @@ from shoal.serve.signature import (
     DENSE,
     LOGITS,
     PREDICTION,
+    Array,
     ExampleReader,
     Examples,
     ModelSignature,
@@ -24,7 +25,6 @@ from shoal.serve.signature import (
     as_numbers,
     checked_size,
 )
-from shoal.serve.tensors import Array
 from shoal.table.shard import IdGroups, RowsById
 
 Outputs = dict[str, Array]

@@ -9,9 +9,8 @@ from typing import Any
 from shoal.serve.model import Model, Outputs
 from shoal.serve.protos import openinference_pb2 as oip
 from shoal.serve.service import Service
-from shoal.serve.signature import ServedTensor
+from shoal.serve.signature import Array, ServedTensor
 from shoal.serve.tensors import (
-    Array,
     bytes_of,
     refused,
     tensor_of_bytes,

@@ -11,13 +11,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
 import torch
-import uvicorn
 
 from shoal.errors import ConfigError
 from shoal.serve.grpc_server import make_server
 from shoal.serve.http_server import make_app
+from shoal.serve.packages import grpc, uvicorn
 from shoal.serve.service import Service
 
 _GRACE_S = 5.0

@@ -30,8 +30,8 @@ from shoal.errors import (
 from shoal.serve.batching import Batcher, TokenBucket
 from shoal.serve.model import Model, Outputs
 from shoal.serve.repository import Repository
-from shoal.serve.signature import SIGNATURES
-from shoal.serve.tensors import Array, refused
+from shoal.serve.signature import SIGNATURES, Array
+from shoal.serve.tensors import refused
 
 _log = logging.getLogger(__name__)
 _BUCKETS_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,8 @@ from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, unknow
 from shoal.ids import ids_of_text
 from shoal.models import tasks
 from shoal.ragged import KeyedRagged
-from shoal.serve.tensors import Array
+
+Array = np.ndarray[Any, Any]
 
 DENSE, LENGTHS, LOGITS, PREDICTION = "dense", "_lengths", "logits", "prediction"
 SIGNATURES = ("", "serving_default")

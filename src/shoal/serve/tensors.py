@@ -13,8 +13,7 @@ import numpy as np
 from shoal.errors import DataError
 from shoal.serve.protos import openinference_pb2 as oip
 from shoal.serve.protos import tfserving_pb2 as tfs
-
-Array = np.ndarray[Any, Any]
+from shoal.serve.signature import Array
 
 MOST_ELEMENTS = 1 << 24  # of a tensor that comes in
 _MOST_FILLED = 1 << 16  # of a tensor whose list is shorter than its shape

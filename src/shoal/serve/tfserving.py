@@ -12,9 +12,8 @@ from shoal.serve.model import Model
 from shoal.serve.protos import tfserving_pb2 as tfs
 from shoal.serve.repository import VersionState
 from shoal.serve.service import Code, Service
-from shoal.serve.signature import LENGTHS, PREDICTION, SIGNATURES, ServedTensor
+from shoal.serve.signature import LENGTHS, PREDICTION, SIGNATURES, Array, ServedTensor
 from shoal.serve.tensors import (
-    Array,
     array_of_lists,
     refused,
     tensor_of_tf,

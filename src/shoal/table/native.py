@@ -142,8 +142,8 @@ def worded(call: Callable[[], T]) -> T:
 def reworded(error: Exception) -> ShoalError:
     """The error for one of `CORE_ERRORS`."""
     if isinstance(error, _core.TableFullError):
-        rows, capacity, wanted, name = str(error).split(" ", 3)
-        return table_full(name, int(rows), int(capacity), int(wanted))
+        kept, capacity, wanted, on_full, name = str(error).split(" ", 4)
+        return table_full(name, on_full, int(capacity), kept=int(kept), wanted=int(wanted))
     if isinstance(error, _core.TicketStateError):
         return foreign_ticket()
     return NonFiniteGradient(
@@ -177,14 +177,20 @@ def last_version() -> InputError:
     )
 
 
-def table_full(name: str, rows: int, capacity: int, wanted: int) -> TableFull:
-    """The error for new ids that a table has no room for."""
+def table_full(name: str, on_full: str, capacity: int, *, kept: int, wanted: int) -> TableFull:
+    """The error for `wanted` new ids that a table has no room for, as `kept` rows may not go."""
+    if on_full == "raise":
+        remedy = "Raise capacity_rows, set on_full to 'lru' or 'lfu', or evict; "
+        remedy += "rows under live tickets cannot be evicted."
+    else:
+        remedy = f"on_full={on_full!r} drops no row that a step uses or a load brings: raise "
+        remedy += "capacity_rows to the distinct ids of a step, or use a smaller batch."
+    rows = "rows" if on_full == "raise" else "rows in use"
     return TableFull(
         f"new ids for table {name!r}",
-        got=f"{wanted} on top of {rows} rows",
+        got=f"{wanted} on top of {kept} {rows}",
         allowed=f"capacity_rows={capacity} in all",
-        remedy="Raise capacity_rows, set on_full to 'lru' or 'lfu', or evict; "
-        "rows under live tickets cannot be evicted.",
+        remedy=remedy,
     )
 
 

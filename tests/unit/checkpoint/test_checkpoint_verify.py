@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from shoal.checkpoint import verify
 from shoal.checkpoint.manifest import MANIFEST, Manifest, commit
 from shoal.checkpoint.row_files import RowFileWriter, RowLayout
 from shoal.checkpoint.storage import Storage
+from shoal.cli import app
 from shoal.errors import CheckpointError
 from support.saved_rows import HandTable, by_hash, rows_of, save_by_hand
 
@@ -114,6 +116,8 @@ def test_files_of_two_checkpoints_mixed(tmp_path: Path):
     shutil.copy(tmp_path / FULL / "rows/00000.arrow", tmp_path / "step-000000000003-full/rows")
     (problem,) = verify(tmp_path).problems
     assert problem.file == "rows/00000.arrow" and "another checkpoint" in problem.why
+    done = CliRunner().invoke(app, ["ckpt", "verify", str(tmp_path)])
+    assert (done.exit_code, done.stdout.splitlines()[-1].split(":")[0]) == (1, "1 problem")
 
 
 @pytest.mark.parametrize(

@@ -239,6 +239,20 @@ def test_init_of_parquet_trains_as_written(
     assert len(list((tmp_path / "runs").glob("mine-*/metrics.json"))) == 1
 
 
+@pytest.mark.parametrize("name", ["2024", "null", "on", "1e5", "1_0", "~x"])
+@pytest.mark.parametrize("arguments", [[], ["--data", "events.parquet"]], ids=["flights", "data"])
+def test_init_writes_any_name_as_text(
+    tmp_path: Path, name: str, arguments: list[str], monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    events(tmp_path / "events.parquet")
+    assert invoke("init", f"{name}.yaml", *arguments)[0] == 0
+    made = settings.load(tmp_path / f"{name}.yaml", environment={})
+    assert made.name == name.replace("~", "-").lstrip("-")
+    (tmp_path / "again.yaml").write_text(settings.to_yaml(made))
+    assert settings.load(tmp_path / "again.yaml", environment={}) == made
+
+
 def test_init_takes_columns_of_any_name_and_kind(tmp_path: Path) -> None:
     odd = {**ODD, "row": [f"r{k}" for k in range(300)]}
     data = events(tmp_path / "odd name.parquet", **odd)

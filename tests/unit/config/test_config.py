@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -225,6 +227,51 @@ def test_admission_and_expiry_read_slots_as_mappings():
     ).tables["default"]
     assert table.admission == Admission(threshold=3, per_slot=((7, 1),))
     assert table.expiry == Expiry(ttl_s=60, per_slot=((1, 6), (2, 5)))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("seed", True, "config key seed: got True; allowed: a whole number"),
+        ("clip_norm", True, "config key clip_norm: got True; allowed: a number"),
+        ("name", True, "config key name: got True; allowed: text"),
+        ("tables", {"default": {"dim": True}}, "tables.default.dim: got True; allowed: a whole"),
+    ],
+)
+def test_true_and_false_are_refused_in_place_of_others(key: str, value: object, words: str):
+    with pytest.raises(ConfigError, match=words):
+        settings(**{key: value})
+
+
+CLICKS = {"paths": ["a"], "eval_paths": ["b"], "label": "y", "ids": {"user": {}}}
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+@pytest.mark.parametrize("expiry", [{"ttl_s": 100}, {"per_slot": {1: 2}}])
+@pytest.mark.parametrize("table", ["default", "user", "us*"])
+def test_expiry_needs_times(kind: str, expiry: dict[str, Any], table: str):
+    source, tables = {"kind": kind, **CLICKS}, {table: {"expiry": expiry}}
+    with pytest.raises(ConfigError, match=rf"data.source.time with tables.{re.escape(table)}.exp"):
+        settings(data={"source": source}, tables=tables)
+    settings(data={"source": source}, tables={table: {"expiry": {}}})
+    settings(data={"source": {**source, "time": "at"}}, tables=tables)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"kind": "flights"},
+        {"kind": "synthetic"},
+        {
+            "kind": "kafka",
+            "stream": {"topic": "t", "servers": ["h:1"]},
+            **{key: CLICKS[key] for key in ("eval_paths", "label", "ids")},
+        },
+    ],
+    ids=lambda source: source["kind"],
+)
+def test_expiry_of_sources_with_times_of_their_own(source: dict[str, Any]):
+    settings(data={"source": source}, tables={"default": {"expiry": {"ttl_s": 100}}})
 
 
 def test_deepfm_gets_a_bias_and_a_vector_per_table():

@@ -197,6 +197,22 @@ def test_a_stream_comes_once_and_in_order(file: str, wrong: dict[str, object]):
 KAFKA = {**SOURCE, "kind": "kafka", "stream": {"servers": ["127.0.0.1:1"], "topic": "clicks"}}
 
 
+def test_files_to_evaluate_on_take_the_place_of_a_split(file: str):
+    both = {**SOURCE, "paths": [file], "eval_paths": [file]}
+    with pytest.raises(ConfigError, match=r"Set data\.split=null\."):
+        opened(both, split=LATER)
+    with pytest.raises(ConfigError, match=r"got neither; .*Set one of them\."):
+        opened({**both, "eval_paths": []})
+
+
+@pytest.mark.parametrize(
+    ("split", "side"), [("1970-01-01", "training"), ("1971-01-01", "evaluation")]
+)
+def test_a_split_with_nothing_on_one_side_names_it(file: str, split: str, side: str):
+    with pytest.raises(DataError, match=rf"^{side} examples: got 0; .*Check the files and the spl"):
+        opened({**SOURCE, "paths": [file]}, split=split)
+
+
 def test_a_topic_of_a_config(file: str):
     data = opened({**KAFKA, "eval_paths": [file]}, max_examples=5)
     assert (data.features, data.num_dense) == (("user", "pair", "seen"), 1)

@@ -26,7 +26,7 @@ from shoal.rules.optimizers import SGD, Adagrad, DelayCompensated
 from shoal.rules.schedules import Polynomial
 from shoal.table.facade import Table
 from shoal.table.factory import resolve_device
-from shoal.table.spec import Segment, TableSpec
+from shoal.table.spec import OnFull, Segment, TableSpec
 from support.shards import (
     RAISES_LATE,
     SHARD_KINDS,
@@ -220,6 +220,20 @@ class TestLimits:
             near(one.lookup([1, 2, 3]), [[1, 1], [0, 0], [0, 0]])
         one.find_or_init([1, 2])
         assert len(one) == 2
+
+    @interpreted_too
+    @pytest.mark.parametrize("on_full", ["lru", "lfu"])
+    def test_a_step_of_more_ids_than_rows_says_so(
+        self, make_shard: ShardFactory, on_full: OnFull
+    ) -> None:
+        one = table(make_shard, capacity_rows=2, on_full=on_full)
+        one.find_or_init([1, 2])
+        words = rf"got 2 on top of 1 rows in use; .*on_full='{on_full}' drops no row.*smaller batch"
+        with pytest.raises(TableFull, match=words):
+            one.find_or_init([2, 3, 4])
+        with pytest.raises(TableFull, match="got 3 on top of 0 rows in use"):
+            one.find_or_init([3, 4, 5])
+        assert one.find([1, 2])[1].all()
 
     @interpreted_too
     def test_least_recently_used_rows_make_room(self, make_shard: ShardFactory) -> None:

@@ -260,9 +260,10 @@ class Index:
         for k in np.flatnonzero(over_K > 0):
             spec = self._tables.specs[k]
             if not may_drop or spec.on_full == "raise" or over_K[k] > free_K[k]:
-                raise native.table_full(
-                    spec.name, int(rows_K[k]), int(self._capacity_K[k]), int(fresh_K[k])
-                )
+                droppable = may_drop and spec.on_full != "raise"
+                kept = int(rows_K[k] - free_K[k] if droppable else rows_K[k])
+                capacity, fresh = int(self._capacity_K[k]), int(fresh_K[k])
+                raise native.table_full(spec.name, spec.on_full, capacity, kept=kept, wanted=fresh)
         tables = [int(k) for k in np.flatnonzero(over_K > 0)]
         drops = [int(over_K[k] + self._capacity_K[k] // _AHEAD) for k in tables]
         self.drop(

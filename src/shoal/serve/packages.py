@@ -1,0 +1,16 @@
+"""What the extra `serve` installs; the first import that needs it names what is missing."""
+
+from __future__ import annotations
+
+from shoal.errors import no_package
+
+try:
+    import google.protobuf  # noqa: F401
+    import grpc as grpc
+    import prometheus_client  # noqa: F401
+    import starlette  # noqa: F401
+    import uvicorn as uvicorn
+except ImportError as error:
+    _NAMES = {"google": "protobuf", "google.protobuf": "protobuf", "grpc": "grpcio"}
+    missing = _NAMES.get(error.name or "", str(error.name).replace("_", "-"))
+    raise no_package("servers and clients of models", missing, "serve") from error

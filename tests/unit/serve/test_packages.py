@@ -1,0 +1,50 @@
+"""Servers, clients and exports where the extra `serve` is not installed."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from shoal.errors import ConfigError
+
+PACKAGES = {
+    "google.protobuf": "protobuf",
+    "grpc": "grpcio",
+    "uvicorn": "uvicorn",
+    "starlette": "starlette",
+    "prometheus_client": "prometheus-client",
+}
+WITHOUT = f"""
+import sys
+for name in {[*PACKAGES, "google", "zmq", "kazoo", "scipy", "mpi4py", "confluent_kafka"]}:
+    sys.modules[name] = None
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", WITHOUT + code], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("module", PACKAGES)
+def test_a_missing_package_is_named(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "shoal.serve.packages", raising=False)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=rf"no package {PACKAGES[module]};.*shoal\[serve\]"):
+        importlib.import_module("shoal.serve.packages")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["client", "loading", "server"])
+def test_modules_that_need_one_say_so(module: str) -> None:
+    done = run(f"import shoal.serve.{module}")
+    assert "ConfigError: servers and clients of models: got no package" in done.stderr
+
+
+@pytest.mark.slow
+def test_serve_is_refused_and_export_needs_none_of_them() -> None:
+    done = run("sys.argv[1:] = ['serve', 'runs/none']; from shoal.cli import main; main()")
+    assert (done.returncode, "pip install 'shoal[serve]'" in done.stderr) == (2, True), done.stderr
+    assert run("import shoal.cli, shoal.serve.bundle, shoal.serve.export").returncode == 0
