@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
+from functools import partial, reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel, ValidationError
@@ -20,9 +23,16 @@ from pydantic_core import ErrorDetails
 
 from shoal.comm import consensus
 from shoal.comm.collectives import Collectives
+from shoal.config.short_forms import long_form
 from shoal.config.tree import RunConfig
 from shoal.config.type_words import allowed_by, names_of, shown
-from shoal.config.yaml_limits import check_growth, check_override, check_values, read_checked
+from shoal.config.yaml_limits import (
+    check_growth,
+    check_nodes,
+    check_override,
+    check_values,
+    read_checked,
+)
 from shoal.errors import ConfigError, ShoalError, UnknownName, did_you_mean, unknown_name
 
 Tree = TypeVar("Tree", bound=BaseModel)
@@ -55,16 +65,19 @@ def load(
         ConfigError: no such file, bad YAML, a bad override, a value of the wrong type.
     """
     found = _from_environment(os.environ if environment is None else environment)
-    settings = compose_file(path, [*found, *overrides])
+    settings = compose_file(path, [*found, *overrides], RunConfig)
     return from_mapping({"name": Path(path).stem} | settings)
 
 
-def compose_file(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def compose_file(
+    path: str | Path, overrides: Sequence[str] = (), tree: type[BaseModel] = BaseModel
+) -> dict[str, Any]:
     """What a YAML file and overrides say together, as plain settings; reads no variables.
 
     Args:
         path: a YAML file; its folder is Hydra's search path.
         overrides: `key=value`, `~key` (delete) or `group=name`, in Hydra's grammar.
+        tree: what the settings are of; values that are short for settings there are written out.
 
     Raises:
         ConfigError: no such file, bad YAML, a bad override.
@@ -84,7 +97,7 @@ def compose_file(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, A
     for text in overrides:
         check_override(text)
     try:
-        settings = _composed(file, overrides)
+        settings = _composed(file, overrides, tree)
     except ShoalError:
         raise
     except Exception as error:  # of parsers of other packages, which raise whatever they meet
@@ -120,18 +133,44 @@ def _load_checked(source: Any, load_config: Callable[[str], Any], config_path: s
     return load_config(config_path)
 
 
-def _composed(file: Path, overrides: Sequence[str]) -> Any:
+def _composed(file: Path, overrides: Sequence[str], tree: type[BaseModel]) -> Any:
     parsed = [_parsed(text) for text in overrides]
+    groups = [one for one in parsed if _is_hydras(one, file.parent)]
     with initialize_config_dir(config_dir=str(file.parent), version_base="1.3"):
         loader: Any = GlobalHydra.instance().config_loader()
         for source in loader.repository.sources:
             if source.scheme() == "file":
                 source.load_config = partial(_load_checked, source, source.load_config)
-        # Composing takes a while: without overrides that replace parts, once is enough.
-        alone = compose(file.stem) if any(_replaces(one) for one in parsed) else DictConfig({})
-        tree = compose(file.stem, overrides=_forced(parsed, alone, file.parent))
-    check_growth(OmegaConf.to_container(tree, resolve=False))
-    return OmegaConf.to_container(tree, resolve=True)
+        files = [DictConfig({})]
+        merge = partial(_merge_file, files, tree, loader._embed_result_config)
+        loader._embed_result_config = merge
+        compose(file.stem, overrides=[str(one.input_line) for one in groups])
+    config = files[0]
+    config.pop("hydra", None)
+    for one in parsed:
+        if one not in groups:
+            config = _long(config, tree)
+            _apply(one, config, tree)
+    check_growth(OmegaConf.to_container(config, resolve=False))
+    return OmegaConf.to_container(config, resolve=True)
+
+
+def _merge_file(
+    files: list[Any], tree: type[BaseModel], embed: Callable[..., Any], *given: Any
+) -> Any:
+    """Merge a file into `files[0]` in place of Hydra, which would put settings over short forms."""
+    ours = given[0].provider == "main"
+    if ours:
+        given[0].config.pop("defaults", None)
+    part = embed(*given)
+    if ours:
+        files[0] = OmegaConf.merge(_long(files[0], tree), part.config)
+        part.config = DictConfig({})
+    return part
+
+
+def _long(config: DictConfig, tree: type[BaseModel]) -> DictConfig:
+    return DictConfig(long_form(OmegaConf.to_container(config, resolve=False), tree))
 
 
 def from_mapping(settings: Mapping[str, Any]) -> RunConfig:
@@ -200,44 +239,75 @@ def _from_environment(environment: Mapping[str, str]) -> list[str]:
 
 def _parsed(text: str) -> Override:
     try:
-        return OverridesParser.create().parse_override(text)
-    except HydraException as error:
+        parsed: Override | None = OverridesParser.create().parse_override(text)
+    except HydraException:
+        parsed = _parsed_pattern(text)
+    if parsed is None or parsed.is_sweep_override():
         raise ConfigError(
             "override",
             got=repr(text),
             allowed="key=value or ~key, such as model.dropout=0.1 or ~features.history",
             remedy="Quote values that hold commas, spaces or brackets.",
-        ) from error
+        )
+    return parsed
 
 
-def _replaces(override: Override) -> bool:
-    """Whether it gives a mapping with a kind."""
-    value = None if override.is_delete() else override.value()
-    return isinstance(value, dict) and any(str(part) == "kind" for part in value)
+def _parsed_pattern(text: str) -> Override | None:
+    """Patterns of names, whether in the key or quoted in {...}, which Hydra's grammar lacks."""
+    found = re.fullmatch(r"(~|\+{0,2})([\w.*?-]+)(=(.*))?", text, re.DOTALL)
+    if not found or not (re.search("[*?]", found[2]) or str(found[4]).startswith("{")):
+        return None
+    mark, key, given, value = found.groups()
+    if not given:
+        return replace(_parsed("~x"), key_or_group=key, input_line=text) if mark == "~" else None
+    check_nodes(value, f"override {text[:40]!r}")
+    read: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
+    plain = replace(_parsed(f"{mark}x=0"), key_or_group=key, input_line=text)
+    return replace(plain, _value=read["value"])
 
 
-_PLACEMENT = "distributed.placement"
+def _is_hydras(override: Override, folder: Path) -> bool:
+    """Whether it chooses a file of a config group, or is of Hydra itself."""
+    is_group = override.package is not None or (folder / override.key_or_group).is_dir()
+    return is_group or override.is_hydra_override()
 
 
-def _forced(overrides: Sequence[Override], alone: DictConfig, folder: Path) -> list[str]:
-    """Let overrides name keys that the file leaves to their defaults; the tree checks them.
+def _apply(override: Override, config: DictConfig, tree: type[BaseModel]) -> None:
+    """Merge an override into a config; its key may be one that only the tree has.
 
-    `key={kind: ..., ...}` replaces what the file says under the key, as another kind has other
-    settings; other mappings are merged, as Hydra does. Names of config groups stay Hydra's.
+    A mapping with a kind replaces what is there, as another kind has other settings; other
+    mappings are merged. A text that is short for a mapping counts as that.
     """
-    forced: list[str] = []
-    for override in overrides:
-        key, text = override.get_key_element(), str(override.input_line)
-        if override.is_add() or override.is_delete() or (folder / key).is_dir():
-            forced.append(text)
-            continue
-        if key == _PLACEMENT and isinstance(override.value(), str):
-            # Short for its default: next to types of tables neither override may replace the other.
-            text = text.replace(key, f"{key}.default", 1)
-        if _replaces(override) and OmegaConf.select(alone, key) is not None:
-            forced.append(f"~{key}")
-        forced.append(f"++{text.lstrip('+')}")
-    return forced
+    value: Any = override.value()
+    path = override.key_or_group.split(".")
+    if not override.is_delete():
+        if isinstance(value, str):
+            nested: Any = value
+            for part in reversed(path):
+                nested = {part: nested}
+            value = reduce(getitem, path, long_form(nested, tree))
+        whole = not isinstance(value, dict) or "kind" in value
+        _require_no_plain_value(override, path[:-1] if whole else path, config)
+        if whole and isinstance(value, dict):
+            OmegaConf.update(config, override.key_or_group, None)
+        kind = override.type if override.is_add() else OverrideType.FORCE_ADD
+        override = replace(override, type=kind, _value=value)
+    ConfigLoaderImpl._apply_overrides_to_config([override], config)
+
+
+def _require_no_plain_value(override: Override, path: list[str], config: DictConfig) -> None:
+    """Refuse settings in what is a number or a text, which they would replace."""
+    here: Any = OmegaConf.to_container(config, resolve=False)
+    for depth, part in enumerate(path, 1):
+        here = here.get(part) if isinstance(here, dict) else None
+        if here is not None and not isinstance(here, dict | list):
+            key = ".".join(path[:depth])
+            raise ConfigError(
+                f"override {override.input_line}",
+                got=f"{key}: {shown(here)} before it",
+                allowed=f"settings: {key}={{NAME: VALUE}}",
+                remedy=f"Write all of {key} in one, or leave its plain value out.",
+            )
 
 
 def _translate(error: ValidationError, settings: Mapping[str, Any]) -> ShoalError:
@@ -248,9 +318,12 @@ def _translate(error: ValidationError, settings: Mapping[str, Any]) -> ShoalErro
     if isinstance(cause, UnknownName) and len(cause.args) == 3:
         _, key, known = cause.args
         prefix = f"{path}." if path else ""
-        return unknown_name("config key", prefix + key, [prefix + name for name in known])
+        remedy = "" if did_you_mean(key, known) else _without(path, key, first["input"])
+        names = [prefix + name for name in known]
+        return unknown_name("config key", prefix + key, names, remedy=remedy)
     if isinstance(cause, UnknownName):
-        return UnknownName(f"{path}: {cause}" if path else str(cause))
+        remedy = _without(path, str(cause.args[-1]), first["input"])
+        return UnknownName(f"{path}: {cause} {remedy}".rstrip() if path else str(cause))
     if isinstance(cause, ShoalError):
         return ConfigError(f"{path}: {cause}" if path else str(cause))
     if first["type"] == "union_tag_invalid":
@@ -266,6 +339,14 @@ def _translate(error: ValidationError, settings: Mapping[str, Any]) -> ShoalErro
         remedy=did_you_mean(str(first["input"]), names)
         or "Correct it in the file or on the command line.",
     )
+
+
+def _without(path: str, key: str, settings: Any) -> str:
+    """How to be rid of a setting that the settings' kind does not have."""
+    if not isinstance(settings, Mapping) or "kind" not in settings or key not in settings:
+        return ""
+    kind = settings["kind"]
+    return f"If it is another kind's, write {path}={kind}, or remove it with ~{path}.{key}."
 
 
 def _location(error: ErrorDetails, settings: Any) -> list[str]:

@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, core_schema
 
 from shoal.compiling import Compile
+from shoal.config.short_forms import ShortFor
 from shoal.config.type_words import DEVICE, NAME, is_bool_for_number, of_type, with_patterns
 from shoal.data.catalog import RetrievalSettings
 from shoal.data.feature_set import ID_RULES, ElementWise, FeatureSet, FeatureSpec, sequence_group
@@ -30,7 +31,7 @@ from shoal.data.item_tree import TreeSettings
 from shoal.data.kafka import Kafka
 from shoal.data.kinds import KINDS
 from shoal.data.samplers import SamplerSettings
-from shoal.errors import ConfigError, UnknownName, unknown_name
+from shoal.errors import ConfigError, UnknownName, did_you_mean, unknown_name
 from shoal.exchange.all_to_all import GradReduce
 from shoal.exchange.wire import WireKind
 from shoal.models import MODELS, DeepFMSettings, ModelSpec, TaskSettings
@@ -78,11 +79,18 @@ def build(value: Any, registry: Registry) -> Any:
     what = next(name for name, known in _FAMILIES.items() if known is registry)
     settings = {"kind": value} if isinstance(value, str) else value
     if not isinstance(settings, Mapping) or "kind" not in settings:
+        remedy, of_table = f"Say which {what} with kind.", TableSettings.model_fields.get(what)
+        if of_table and isinstance(settings, Mapping):
+            own = ", ".join(f"{key}: {setting}" for key, setting in settings.items())
+            remedy += (
+                f" A table's {what} replaces that of tables.default as a whole: write"
+                f" {{kind: {of_table.default.kind}, {own}}}, say."
+            )
         raise ConfigError(
             what,
             got=repr(value),
             allowed=f"a name, or {{kind: name, ...}}, of {', '.join(sorted(registry))}",
-            remedy=f"Say which {what} with kind.",
+            remedy=remedy,
         )
     kind = str(settings["kind"])
     if kind not in registry:
@@ -110,7 +118,11 @@ def build_record(settings: Any, cls: type, what: str) -> Any:
         )
     for key in settings:
         if key not in known:
-            raise unknown_name(f"setting of {what}", str(key), known)
+            names = [*known, *(["kind"] if hasattr(cls, "kind") else [])]
+            unknown = unknown_name(f"setting of {what}", str(key), names)
+            if not did_you_mean(str(key), names):  # it may be another kind's: `compose` asks
+                unknown.args = (*unknown.args, str(key))
+            raise unknown
     required = [
         name
         for name, field in known.items()
@@ -276,19 +288,21 @@ def _dump_features(value: FeatureSet) -> dict[str, Any]:
     return plain
 
 
-OptimizerRule = Annotated[optimizers.Optimizer, _Built(lambda value: build(value, OPTIMIZERS))]
-InitializerRule = Annotated[
-    initializers.Initializer, _Built(lambda value: build(value, INITIALIZERS))
-]
-CompressorRule = Annotated[compressors.Compressor, _Built(lambda value: build(value, COMPRESSORS))]
-ModelRule = Annotated[ModelSpec, _Built(lambda value: build(value, MODELS))]
-LearningRate = Annotated[float | schedules.Schedule, _Built(_rate)]
+def _of(registry: Registry) -> _Built:
+    return _Built(lambda value: build(value, registry))
+
+
+OptimizerRule = Annotated[optimizers.Optimizer, _of(OPTIMIZERS), ShortFor("kind")]
+InitializerRule = Annotated[initializers.Initializer, _of(INITIALIZERS), ShortFor("kind")]
+CompressorRule = Annotated[compressors.Compressor, _of(COMPRESSORS), ShortFor("kind")]
+ModelRule = Annotated[ModelSpec, _of(MODELS), ShortFor("kind")]
+LearningRate = Annotated[float | schedules.Schedule, _Built(_rate), ShortFor("kind")]
 AdmissionRule = Annotated[Admission | None, _record(Admission, "admission")]
 ExpiryRule = Annotated[Expiry | None, _record(Expiry, "expiry")]
 SamplerRule = Annotated[SamplerSettings | None, _record(SamplerSettings, "data.sampler")]
 TreeRule = Annotated[TreeSettings | None, _record(TreeSettings, "data.tree")]
 Retrieval = Annotated[RetrievalSettings | None, _record(RetrievalSettings, "eval.retrieval")]
-Features = Annotated[FeatureSet, _Built(_features, _dump_features)]
+Features = Annotated[FeatureSet, _Built(_features, _dump_features), ShortFor("kind", each=True)]
 
 
 # Larger numbers are mistakes, and sums of them would not fit 64 bits.
@@ -297,11 +311,6 @@ Examples = Annotated[int, Field(gt=0, le=1 << 47)]
 Few = Annotated[int, Field(ge=0, le=1024)]
 LogOdds = Annotated[float, Field(ge=-1e6, le=1e6)]
 Seconds = Annotated[float, Field(gt=0, le=1e8)]
-
-
-def _short_for(key: str) -> BeforeValidator:
-    """Lets a text stand for settings with nothing but that key."""
-    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
 
 
 class FlightsSource(Section):
@@ -423,7 +432,7 @@ class DataSettings(Section):
     examples become those of its nodes.
     """
 
-    source: Annotated[SourceSettings, _short_for("kind")]
+    source: Annotated[SourceSettings, ShortFor("kind")]
     split: datetime | None = None
     batch_size: Count = 512
     epochs: Count = 1
@@ -435,7 +444,7 @@ class DataSettings(Section):
     sampler: SamplerRule = None
     tree: TreeRule = None
     replay: ReplaySettings | None = None
-    quarantine: Annotated[QuarantineSettings | None, _short_for("path")] = None
+    quarantine: Annotated[QuarantineSettings | None, ShortFor("path")] = None
 
 
 class BiasSettings(Section):
@@ -493,7 +502,9 @@ class DenseOptimizerSettings(DenseRuleSettings):
     decay of a moving average of the weights, which evaluations, exports and replicas take in
     place of the last ones."""
 
-    parameters: dict[str, DenseRuleSettings] = Field(default_factory=dict)
+    parameters: dict[str, Annotated[DenseRuleSettings, ShortFor("kind")]] = Field(
+        default_factory=dict
+    )
     ema: Annotated[float, Field(ge=0, lt=1)] | None = None
 
     @model_validator(mode="before")
@@ -522,7 +533,7 @@ class EvalSettings(Section):
     batch_size: Count = 4096
     max_examples: Examples | None = None
     every_steps: Count | None = None
-    early_stop: Annotated[EarlyStopSettings | None, _short_for("metric")] = None
+    early_stop: Annotated[EarlyStopSettings | None, ShortFor("metric")] = None
     retrieval: Retrieval = None
 
 
@@ -570,7 +581,7 @@ class CheckpointSettings(Section):
     failures_allowed: Few = 3
     background: bool = True
     resume: Literal["auto", "never", "must"] = "auto"
-    warm_start: Annotated[WarmStartSettings | None, _short_for("path")] = None
+    warm_start: Annotated[WarmStartSettings | None, ShortFor("path")] = None
 
 
 class OutputSettings(Section):
@@ -646,7 +657,7 @@ class DistributedSettings(Section):
     their dense weights on server 0.
     """
 
-    placement: Annotated[PlacementSettings, _short_for("default")] = PlacementSettings()
+    placement: Annotated[PlacementSettings, ShortFor("default")] = PlacementSettings()
     grad_reduce: GradReduce = "mean"
     lr_scaling: Scaling = "none"
     batch_scaling: Scaling = "none"
@@ -725,7 +736,9 @@ class RunConfig(Section):
     features: dict[str, FeatureSettings] = Field(default_factory=dict)
     model: ModelRule = Field(default_factory=DeepFMSettings)
     tasks: dict[str, TaskSettings] = Field(default_factory=dict)
-    dense_optimizer: DenseOptimizerSettings = Field(default_factory=DenseOptimizerSettings)
+    dense_optimizer: Annotated[DenseOptimizerSettings, ShortFor("kind")] = Field(
+        default_factory=DenseOptimizerSettings
+    )
     loss: Literal["log_loss"] = "log_loss"
     clip_norm: PositiveFloat | None = None
     accumulation: Count = 1

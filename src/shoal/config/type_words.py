@@ -94,7 +94,7 @@ def with_patterns(value: Any, default_kind: str) -> Any:
         return value
     kind, filled = value.get("kind", default_kind), {}
     for pattern, rule in value["parameters"].items():
-        own = rule
+        own = {"kind": rule} if isinstance(rule, str) else rule
         if isinstance(rule, BaseModel):
             own = {name: getattr(rule, name) for name in rule.model_fields_set}
         if isinstance(own, Mapping):

@@ -38,12 +38,17 @@ def read_checked(path: Path) -> str:
     if len(data) > _BYTES:
         raise _refused(f"config file {path}", f"more than {_BYTES} bytes", f"{_BYTES} bytes")
     text = data.decode("utf-8-sig")
-    _check_nodes(text, f"config file {path}")
+    check_nodes(text, f"config file {path}")
     return text
 
 
-def _check_nodes(text: str, what: str) -> None:
-    """Count nodes and depth of a YAML text; an alias counts as what it stands for."""
+def check_nodes(text: str, what: str) -> None:
+    """Count nodes and depth of a YAML text; an alias counts as what it stands for.
+
+    Raises:
+        ConfigError: there are too many.
+        YAMLError: it cannot be read.
+    """
     sizes: dict[str, tuple[int, int]] = {}  # nodes and depth of what an anchor is of
     open_nodes: list[tuple[str | None, int]] = []
     nodes = deepest = 0

@@ -79,6 +79,131 @@ def test_another_kind_replaces_the_settings_of_the_old_one():
     assert load("model={kind: dcn, cross_layers: 2}").model.kind == "dcn"
 
 
+EVAL = {"every_steps": 5, "early_stop": {"metric": "auc", "patience": 2}}
+QUARANTINE = {"path": "b.jsonl", "most_rows": 5}
+FILES = {"kind": "csv", "label": "y", "paths": ["a"], "eval_paths": ["b"]}
+WARM = {"path": "old", "dense": False}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "same"),
+    [
+        (["model=dcn", "model.cross_layers=2"], {"model": {"kind": "dcn", "cross_layers": 2}}),
+        (["model=dcn", "model={cross_layers: 2}"], {"model": {"kind": "dcn", "cross_layers": 2}}),
+        (["model.cross_layers=2", "model=dcn"], {"model": "dcn"}),
+        (
+            ["tables.a.optimizer={kind: adam, lr: 2}", "tables.a={optimizer: sgd}"],
+            {"tables": {"a": {"optimizer": "sgd"}}},
+        ),
+        (["dense_optimizer=adamw"], {"dense_optimizer": {"kind": "adamw"}}),
+        (
+            ["dense_optimizer=adamw", "dense_optimizer.lr=0.1"],
+            {"dense_optimizer": {"kind": "adamw", "lr": 0.1}},
+        ),
+        (
+            ["dense_optimizer.parameters.bias=sgd", "dense_optimizer.parameters.bias.lr=0.1"],
+            {"dense_optimizer": {"parameters": {"bias": {"kind": "sgd", "lr": 0.1}}}},
+        ),
+        (
+            ["data.source=csv", "data.source=synthetic", "data.source.examples=9"],
+            {"data": {"source": {"kind": "synthetic", "examples": 9}}},
+        ),
+        (
+            ["data.quarantine=b.jsonl", "data.quarantine.most_rows=5"],
+            {"data": {"source": "synthetic", "quarantine": QUARANTINE}},
+        ),
+        (
+            ["data.quarantine.most_rows=5", "data.quarantine=b.jsonl"],
+            {"data": {"source": "synthetic", "quarantine": QUARANTINE}},
+        ),
+        (
+            ["eval.every_steps=5", "eval.early_stop=auc", "eval.early_stop.patience=2"],
+            {"eval": EVAL},
+        ),
+        (
+            ["checkpoint.warm_start=old", "checkpoint.warm_start.dense=false"],
+            {"checkpoint": {"warm_start": WARM}},
+        ),
+        (
+            [
+                "data.source={kind: csv, label: y, paths: [a], eval_paths: [b]}",
+                "data.source.features.user=id",
+                "data.source.features.user.column=uid",
+            ],
+            {"data": {"source": FILES | {"features": {"user": {"kind": "id", "column": "uid"}}}}},
+        ),
+        *(
+            (
+                [f"tables.default.{key}={kind}", f"tables.default.{key}.{part}=2"],
+                {"tables": {"default": {key: {"kind": kind, part: 2}}}},
+            )
+            for key, kind, part in [
+                ("optimizer", "adam", "lr"),
+                ("initializer", "constant", "value"),
+                ("compressor", "one_bit", "max_scale"),
+            ]
+        ),
+    ],
+)
+def test_a_short_form_and_a_key_in_it_add_up(
+    tmp_path: Path, overrides: list[str], same: dict[str, object]
+):
+    file = tmp_path / "tiny.yaml"
+    file.write_text("data: {source: synthetic}\n")
+    assert config.load(file, overrides, environment={}) == settings(**same)
+
+
+def test_short_forms_in_files_are_written_out_before_they_are_merged(tmp_path: Path):
+    (tmp_path / "base.yaml").write_text(
+        "dense_optimizer: adamw\nmodel: dcn\ndistributed: {placement: grid}\n"
+    )
+    (tmp_path / "own.yaml").write_text(
+        "defaults: [base, _self_]\ndata: {source: synthetic}\ndense_optimizer: {lr: 0.1}\n"
+        "distributed: {placement: {tables: {user: row_wise}}}\n"
+    )
+    found = config.load(tmp_path / "own.yaml", ["model.dropout=0.1"], environment={})
+    assert (found.dense_optimizer.kind, found.dense_optimizer.lr) == ("adamw", 0.1)
+    assert (found.model.kind, found.model.dropout) == ("dcn", 0.1)
+    assert found.distributed.placement.default == "grid"
+    (tmp_path / "base.yaml").write_text("model: {kind: deepfm, hidden: [4]}\n")
+    (tmp_path / "own.yaml").write_text(
+        "defaults: [base, _self_]\ndata: {source: synthetic}\nmodel: dcn\n"
+    )
+    assert config.load(tmp_path / "own.yaml", environment={}).model.hidden == (128, 64)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["tables=5", "tables.default.dim=3"], "tables"),
+        (["eval=7", "eval.batch_size=3"], "eval"),
+        (["eval=x", "eval={batch_size: 3}"], "eval"),
+        (["model=7", "model.dropout=0.1"], "model"),
+        (["clip_norm=1", "clip_norm.most=2"], "clip_norm"),
+        (["dense_optimizer.lr=0.1", "dense_optimizer.lr.steps=2"], "dense_optimizer.lr"),
+        (["name=${seed}", "name.x=1"], "name"),
+    ],
+)
+def test_settings_in_a_plain_value_are_refused(overrides: list[str], key: str):
+    with pytest.raises(ConfigError, match=rf"override {key}[.=].* got {key}: .* before it"):
+        load(*overrides)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "tables.c*.optimizer={kind: sgd, lr: 0.1}",
+        "tables.c*={optimizer: {kind: sgd, lr: 0.1}}",
+        'tables={"c*": {optimizer: {kind: sgd, lr: 0.1}}}',
+        "+tables.c*.optimizer={kind: sgd, lr: 0.1}",
+    ],
+)
+def test_tables_by_pattern_on_the_command_line(override: str):
+    assert load(override).tables["c*"].optimizer == optimizers.SGD(lr=0.1)
+    assert load(override, "tables.c*.optimizer.lr=1").tables["c*"].optimizer == optimizers.SGD(lr=1)
+    assert "c*" not in load(override, "~tables.c*").tables
+
+
 def test_hydra_defaults_list_composes_files(tmp_path: Path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "small.yaml").write_text("kind: deepfm\nhidden: [4]\n")
@@ -122,6 +247,21 @@ def test_default_table_spreads_over_named_ones():
         (["~data.source"], ConfigError, ["data.source", "got nothing"]),
         (["tables.default.optimizer.lr=-1"], ConfigError, ["tables.default.optimizer", "-1"]),
         (["tables.default.optimizer.lr=soon"], ConfigError, ["lr of optimizer adagrad", "soon"]),
+        (
+            ["tables.customer.optimizer.lr=0.01"],
+            ConfigError,
+            ["replaces that of tables.default as a whole", "{kind: adagrad, lr: 0.01}"],
+        ),
+        (["model.kind=fm"], UnknownName, ["model fm", "'hidden'", "model=fm", "~model.hidden"]),
+        (["model.kin=dcn"], UnknownName, ["dropout, hidden, kind. Did you mean kind?"]),
+        (
+            ["data.source={kind: synthetic, paths: [a]}"],
+            UnknownName,
+            ["data.source=synthetic", "~data.source.paths"],
+        ),
+        (["tables.c*"], ConfigError, ["'tables.c*'", "key=value"]),
+        (['tables={"c*": [}'], ConfigError, ["flow node"]),
+        (['tables={"c*": &a [*a]}'], ConfigError, ["alias *a"]),
         (["seed"], ConfigError, ["override", "'seed'", "key=value"]),
         (["~features.nothing"], ConfigError, ["features.nothing"]),
         (["seed=1,2"], ConfigError, ["seed=1,2"]),
