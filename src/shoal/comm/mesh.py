@@ -88,7 +88,8 @@ class Mesh:
         if self.world_size == 1:
             return None
         device = device or self.device
-        self._require_same(f"group {name!r}", (name, device.type))
+        wanted = name if device.type == self.device.type else f"{name} on {device.type}"
+        self._require_same(f"group {name!r}", wanted)
         return self._make_group(name, timeout_s or self.timeout_s, device)
 
     def collectives(
