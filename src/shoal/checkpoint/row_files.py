@@ -50,7 +50,7 @@ class Field:
     width: int | None = None
 
     def shape(self, rows: int) -> tuple[int, ...]:
-        """Of so many rows."""
+        """Of a number of rows."""
         return (rows,) if self.width is None else (rows, self.width)
 
     @property

@@ -249,18 +249,18 @@ def export(
     seed = chain.last.manifest.seed
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as beside:
-            partial = Path(beside, "tables")
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
+            partial = Path(folder, "tables")
             partial.mkdir()
             for index in indices:
                 # Of a delta the chain's rows are written, so its own counts do not hold.
                 whole = replace(chain.tables[index], rows=0, deleted=0)
-                folder = f"{quote(whole.collection, safe='')}.{quote(whole.name, safe='')}"
+                name = f"{quote(whole.collection, safe='')}.{quote(whole.name, safe='')}"
                 rows = chain.chunks(index)
                 count = _EXPORTS[form](
-                    partial / folder, whole, rows, seed=seed, place=index, weights_only=weights_only
+                    partial / name, whole, rows, seed=seed, place=index, weights_only=weights_only
                 )
-                print_line(log, f"table {whole.key}: {count:,} rows in {out / folder}")
+                print_line(log, f"table {whole.key}: {count:,} rows in {out / name}")
             os.replace(partial, out)
     except OSError as error:
         got, remedy = f"{out}: {error.strerror or error}", "Choose another one, or make room."

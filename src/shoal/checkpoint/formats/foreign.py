@@ -227,10 +227,8 @@ class CollectedRows:
         except (OSError, RuntimeError) as error:  # torch's own, while it ends a file that is full
             cause = error if isinstance(error, OSError) else error.__context__
             got = (cause.strerror if isinstance(cause, OSError) else None) or error
-            what, allowed = (
-                f"rows on their way, in {self._folder.name}",
-                "room for the weights and state of all rows",
-            )
+            what = f"rows on their way, in {self._folder.name}"
+            allowed = "room for the weights and state of all rows"
             remedy = "Set TMPDIR to a folder with more room."
             raise CheckpointError(what, got, allowed, remedy) from error
         self._runs[table].append(torch.load(path, weights_only=True, mmap=True))
