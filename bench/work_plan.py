@@ -53,7 +53,7 @@ class Load:
 LOADS = {
     "cpu": Load(tables=8, rows=50_000, dim=64, ids=4, batch=2048, turns=5, steps=15),
     # Enough for bytes to matter next to launches.
-    "cuda": Load(tables=8, rows=2_000_000, dim=128, ids=8, batch=16_384, turns=3, steps=15),
+    "cuda": Load(tables=8, rows=1_000_000, dim=128, ids=8, batch=65_536, turns=3, steps=15),
     "quick": Load(tables=8, rows=2_000, dim=64, ids=4, batch=256, turns=1, steps=4),
 }
 

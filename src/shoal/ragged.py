@@ -107,7 +107,9 @@ def parts_of_nested(nested: Tensor) -> tuple[Tensor, Tensor]:
 
 def pinned(tensor: Tensor) -> Tensor:
     """A copy in pinned memory; without CUDA, or if it is not on the CPU, the tensor itself."""
-    return tensor.pin_memory() if torch.cuda.is_available() and tensor.is_cpu else tensor
+    # Once CUDA is in use, that is known without asking the driver.
+    cuda = torch.cuda.is_initialized() or torch.cuda.is_available()
+    return tensor.pin_memory() if cuda and tensor.is_cpu else tensor
 
 
 def torchrec_class(name: str) -> Any:

@@ -134,7 +134,8 @@ def _held(
         start, stop = max(part.start, columns.start), min(part.stop, columns.stop)
         if start < stop:
             place = numbers.get(part.output, 0), part.column + start - part.start
-            yield Slice(start - columns.start, stop - columns.start, *place, step=part.stride)
+            here = start - columns.start, stop - columns.start
+            yield Slice(*here, *place, part.add, part.stride)
 
 
 class ReceivedRows:
@@ -170,7 +171,6 @@ class ReceivedRows:
         self._hosted = tuple(hosted)
         self._reals = tuple(reals)
         self._widths = tuple(output.width for output in plan.outputs)
-        self._fits = dense and _one_memory(plan, hosted, reals)
         self.dtypes = checks.plan(plan, self._tables, *_tables(hosted, reals))
         self._blocks = tuple(
             FeatureBlock(group, columns)
@@ -190,10 +190,13 @@ class ReceivedRows:
             if of_dtype[dtype] or dtype in self.dtypes
         )
         groups = [block.group for block in self._blocks]
+        # Plan order: all of a feature's columns come before the next feature's.
+        by_group = sorted(range(len(groups)), key=groups.__getitem__)
+        in_order = [self._blocks[k] for k in by_group]
+        self._memory_plan = _memory_plan(plan, in_order, reals) if dense else None
         # Positions lie as the request's own.
         self._straight = groups == list(range(len(self._tables)))
-        blocks = {group: k for k, group in enumerate(groups)}
-        self._block_of = None if self._straight else [blocks[g] for g in sorted(blocks)]
+        self._in_plan_order = None if self._straight else by_group
         self._dense: dict[torch.device, DenseRows] = {}
         self._static: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
         self._cells: dict[tuple[torch.dtype, int, torch.device], Tensor] = {}
@@ -210,16 +213,17 @@ class ReceivedRows:
         """
         device = offsets_N.device
         if (
-            not self._fits
+            self._memory_plan is None
             or offsets_N.shape[0] >= _MOST
             or backend_on(device) != "triton"
             or checks_bounds()
         ):
             return None
-        starts = self._starts(ordered)
+        starts, rows = self._starts(ordered), self._dense_on(device)
         lengths = [b - a for a, b in itertools.pairwise(starts)]
-        rows = self._dense_on(device)
-        return rows.places(offsets_N, ordered, lengths, self._block_of, backward=backward)
+        if len(self._blocks) > len(self._tables):
+            ordered = self._repeated(offsets_N, ordered)
+        return rows.places(offsets_N, ordered, lengths, self._in_plan_order, backward=backward)
 
     def pool(
         self,
@@ -244,7 +248,7 @@ class ReceivedRows:
         if places is None:
             places = self.places(offsets_N, ordered, backward=False)
         if places is not None:
-            return self._dense_on(offsets_N.device).pool(rows[0], places, ordered)
+            return self._dense_on(offsets_N.device).pool(rows[0], places)
         device, weighted = offsets_N.device, ordered.weights_N is not None
         index = self._index(starts, offsets_N, ordered)
         made: dict[int, Tensor] = {}
@@ -294,7 +298,7 @@ class ReceivedRows:
             places = self.places(offsets_N, ordered)
         if places is not None:
             dense = self._dense_on(offsets_N.device)
-            return (dense.spread(grads, sizes[0], places, ordered),)
+            return (dense.spread(grads, sizes[0], places),)
         device, weighted = offsets_N.device, ordered.weights_N is not None
         index = self._index(starts, offsets_N, ordered)
         made: dict[int, Tensor] = {}
@@ -323,7 +327,12 @@ class ReceivedRows:
             # Imported here only: it needs Triton, which a CPU does without.
             kernels = importlib.import_module("shoal.exchange.pooling_cuda")
             dim, real = self._hosted[0].width, self._reals[0]
-            made = kernels.DenseRows(self._plan, self._tables, dim, real, device)
+            tables_G = self._tables
+            if len(self._blocks) > len(tables_G):
+                assert self._in_plan_order is not None
+                columns = [self._blocks[k].columns for k in self._in_plan_order]
+                tables_G = tuple(self._hosted.index(one) for one in columns)
+            made = kernels.DenseRows(self._memory_plan, tables_G, dim, real, device)
             found = self._dense.setdefault(device, made)
         return found
 
@@ -347,7 +356,7 @@ class ReceivedRows:
         Weighted rows lie in order of position, in a buffer for each block.
         """
         groups_K, buffers_K, widths_K = self._on(offsets_N.device)
-        count, size, rows_N = offsets_N.shape[0], ordered.batch_size, offsets_N
+        count, rows_N = offsets_N.shape[0], offsets_N
         numbers = set(self._buffers_K) or {0}
         buffer_N = offsets_N.new_full((count,), min(numbers), dtype=torch.int32)
         if len(numbers) == 1 and self._straight and ordered.weights_N is None:
@@ -362,13 +371,34 @@ class ReceivedRows:
             buffer_N = buffers_K.repeat_interleave(starts_K1.diff(), output_size=count)
         if self._straight:
             return rows_N, buffer_N, ordered.offsets_FB1
+        return rows_N, buffer_N, self._begins(starts_K1, groups_K, ordered)
+
+    def _begins(self, starts_K1: Tensor, groups_K: Tensor, ordered: KeyedRagged) -> Tensor:
+        """int64 [K*B + 1]: where the examples of some blocks begin, each of a feature; the end."""
+        size, device = ordered.batch_size, starts_K1.device
         if size == 0 or not self._blocks:
-            return rows_N, buffer_N, offsets_N.new_zeros(1)
-        splits_G1 = sent(ordered.host_splits.tolist(), offsets_N.device)
+            return starts_K1.new_zeros(1)
+        splits_G1 = sent(ordered.host_splits.tolist(), device)
         begins_FB = ordered.offsets_FB1[:-1].view(len(self._tables), size)
         moves_K = starts_K1[:-1] - splits_G1[groups_K]
         moved_KB = begins_FB.index_select(0, groups_K) + moves_K[:, None]
-        return rows_N, buffer_N, torch.cat([moved_KB.view(-1), starts_K1[-1:]])
+        return torch.cat([moved_KB.view(-1), starts_K1[-1:]])
+
+    def _repeated(self, offsets_N: Tensor, ordered: KeyedRagged) -> KeyedRagged:
+        """The batch with each feature once for each of its blocks; for ids the places of rows."""
+        order, cuts = self._in_plan_order, ordered.host_splits.tolist()
+        assert order is not None
+        groups = [self._blocks[k].group for k in order]
+        spans = [cuts[group : group + 2] for group in groups]
+        edges = list(itertools.accumulate((b - a for a, b in spans), initial=0))
+        edges_K1 = torch.tensor(edges, dtype=torch.int64, device="cpu")
+        weights_N = ordered.weights_N
+        if weights_N is not None:
+            weights_N = torch.cat([weights_N[first:last] for first, last in spans])
+        both = sent([*edges, *groups], offsets_N.device)
+        begins_KB1 = self._begins(both[: len(edges)], both[len(edges) :], ordered)
+        keys = tuple(map(str, range(len(order))))
+        return KeyedRagged(keys, offsets_N, begins_KB1, weights_N, _edges_F1=edges_K1)
 
     def _factors(self, layout: OutputsLayout, ordered: KeyedRagged) -> Tensor:
         """[N, 1]: what each position's row counts for, in the order of the batch."""
@@ -483,14 +513,22 @@ class RequestPlans:
         return kept[1]
 
 
-def _one_memory(
-    plan: PoolPlan, hosted: Sequence[HostedColumns], reals: Sequence[torch.dtype]
-) -> bool:
-    """Whether all rows are whole rows of one width in one buffer, as a shard's memory has them."""
-    return (
-        len(reals) == 1
-        and len({columns.table for columns in hosted}) == len(hosted)
-        and len({columns.width for columns in hosted}) == 1
-        and hosted[0].width * reals[0].itemsize % _UNIT == 0
-        and all(pool.slices for pool in plan.pools)
-    )
+def _memory_plan(
+    plan: PoolPlan, blocks: Sequence[FeatureBlock], reals: Sequence[torch.dtype]
+) -> PoolPlan | None:
+    """The plan over rows that a shard's memory could hold: of one width, in one buffer.
+
+    blocks: in the plan's order. If tables are cut, each is a feature. None: rows are not so, or
+    nothing reads some.
+    """
+    widths = {columns.width for _, columns in blocks}
+    if len(reals) != 1 or len(widths) != 1 or widths.pop() * reals[0].itemsize % _UNIT:
+        return None
+    if len(blocks) > len(plan.pools):
+        numbers = {output: output for output in range(len(plan.outputs))}
+        pools = [
+            replace(pool, slices=tuple(_held(pool.slices, columns, numbers)))
+            for pool, columns in ((plan.pools[group], columns) for group, columns in blocks)
+        ]
+        plan = PoolPlan(tuple(pools), plan.outputs)
+    return plan if all(pool.slices for pool in plan.pools) else None

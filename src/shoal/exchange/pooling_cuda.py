@@ -34,11 +34,12 @@ _ALIGNED = 15
 class Places:
     """Which row each position of a batch reads, in the order of the batch.
 
-    handles_N: int32 [N], numbers of rows. groups: the batch as kernels take it. bags_N: int32 [N],
-    each position's example; runs: gives the positions by row to a stream. Both are None where no
-    gradients will come back.
+    batch: its features are those of the plan. handles_N: int32 [N], numbers of rows. groups: the
+    batch as kernels take it. bags_N: int32 [N], each position's example; runs: gives the positions
+    by row to a stream. Both are None where no gradients will come back.
     """
 
+    batch: KeyedRagged
     handles_N: Tensor
     groups: CallGroups
     bags_N: Tensor | None
@@ -47,6 +48,8 @@ class Places:
 
 class DenseRows:
     """A pool plan over one buffer of rows of `dim` columns, for one device; thread-safe.
+
+    A row may be a table's, or a column slice of it.
 
     Args:
         tables_G: of each feature.
@@ -98,7 +101,7 @@ class DenseRows:
         splits_G1 = staged(ordered.host_splits.numpy(), self._device)
         groups = CallGroups(ordered.values_N, splits_G1, self._tables_G)
         if not backward:
-            return Places(handles_N, groups, None, None)
+            return Places(ordered, handles_N, groups, None, None)
         sizes = (handles_N.numel(),)
         main = self._present()
         # Events and side streams go by the present device.
@@ -115,9 +118,9 @@ class DenseRows:
                 handles_N = lease.handles_N.copy_(handles_N)
             runs = self._side.start(lambda: runs_of(handles_N), (handles_N,), lease, main)
         bags_N = gradients.bags_of(ordered.offsets_FB1, ordered.batch_size, sizes[0])
-        return Places(handles_N, groups, bags_N, runs)
+        return Places(ordered, handles_N, groups, bags_N, runs)
 
-    def pool(self, rows_E: Tensor, places: Places, ordered: KeyedRagged) -> tuple[Tensor, ...]:
+    def pool(self, rows_E: Tensor, places: Places) -> tuple[Tensor, ...]:
         """One [B, width] per output, as a shard pools them."""
         self._last = self._present()
         if rows_E.data_ptr() & _ALIGNED:
@@ -132,14 +135,13 @@ class DenseRows:
             self._plan.lines,
             places.groups,
             places.handles_N,
-            ordered.offsets_FB1,
-            _weights(ordered),
+            places.batch.offsets_FB1,
+            _weights(places.batch),
         )
 
-    def spread(
-        self, grads: Sequence[Tensor], size: int, places: Places, ordered: KeyedRagged
-    ) -> Tensor:
+    def spread(self, grads: Sequence[Tensor], size: int, places: Places) -> Tensor:
         """Gradients of `size` floats of rows, each of which some position reads."""
+        ordered = places.batch
         shapes = [
             ((ordered.batch_size, width), dtype)
             for width, dtype in zip(self._widths, self._plan.dtypes, strict=True)

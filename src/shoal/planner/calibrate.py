@@ -46,7 +46,8 @@ class Scale:
     repeats: int = 9
 
 
-ON_GPU = Scale(rows=2_000_000, ids=1 << 19, copied_bytes=1 << 29, sent_bytes=1 << 26)
+# A call takes the host a tenth of a millisecond, which has to be little next to what it does.
+ON_GPU = Scale(rows=1 << 22, ids=1 << 21, copied_bytes=1 << 29, sent_bytes=1 << 26)
 QUICK = Scale(rows=5_000, ids=1_024, copied_bytes=1 << 20, sent_bytes=1 << 18, repeats=3)
 
 
@@ -180,17 +181,18 @@ def _row_seconds(device: torch.device, dim: int, scale: Scale) -> list[float]:
     every = torch.arange(rows, device="cpu") * 0x9E3779B97F4A7C1
     shard.assign(groups(every), [torch.ones(rows, dim, device=device)], ctx=ctx)
     order = torch.randperm(rows, generator=generator, device="cpu")
-    whole = [some for some in torch.split(order, scale.ids) if len(some) == scale.ids]
-    batches = [every[some] for some in whole]
+    whole = [every[some] for some in torch.split(order, scale.ids) if len(some) == scale.ids]
+    # Made before the clock runs: what a step's ids cost until they arrive is in other rates.
+    batches = {copies: [groups(some, copies) for some in whole] for copies in (1, 2)}
     grads = (torch.full((scale.ids, dim), 0.01, device=device),)
     looked_up: list[Any] = []
     stepped: dict[int, list[float]] = {1: [], 2: []}
     # As in a step, rows have left the caches when they are stepped: all others were read since.
-    for turn in range(2 + 2 * scale.repeats // len(batches)):
+    for turn in range(2 + 2 * scale.repeats // len(whole)):
         copies, tickets = 1 + turn % 2, []
-        for batch in batches:
+        for batch in batches[copies]:
             stamps = [_now(device)]
-            tickets.append(shard.find_or_init(groups(batch, copies), ctx=ctx))
+            tickets.append(shard.find_or_init(batch, ctx=ctx))
             stamps.append(_now(device))
             shard.gather(tickets[-1], ctx=ctx)
             looked_up.append(np.diff([*stamps, _now(device)]) / copies)

@@ -39,6 +39,12 @@ ALIKE_LAYOUTS = (
     Layout("lone", "none", (LayoutSlice("f2"), LayoutSlice("f3"), LayoutSlice("f4", "s1"))),
 )
 
+# Of f0's rows columns from 4 on are in no output.
+FIRST_COLUMNS = (
+    Layout("first", "concat", (LayoutSlice("f0", "s0"),)),
+    Layout("others", "none", tuple(LayoutSlice(f.name) for f in ALIKE_FEATURES[1:])),
+)
+
 
 def dense(
     lengths: Sequence[Sequence[int]] = LENGTHS,
@@ -46,12 +52,14 @@ def dense(
     weights: bool = False,
     tables: Sequence[TableSpec] = ALIKE,
     features: Sequence[Feature] = ALIKE_FEATURES,
+    layouts: Sequence[Layout] = ALIKE_LAYOUTS,
+    cut: Sequence[int] = (),
     ids: int = 6,
 ) -> Received:
     """Rows side by side, of one width, with sums that round."""
     batch = batch_of([f.name for f in features], lengths, weights=weights, ids=ids)
-    cuts = [()] * len(tables)
-    return make_received(tables, features, ALIKE_LAYOUTS, batch, cuts, exact=False, dense=True)
+    cuts = [cut] * len(tables)
+    return make_received(tables, features, layouts, batch, cuts, exact=False, dense=True)
 
 
 def assert_as_a_gpu_shard(case: Received, *, begun: bool = True) -> None:
@@ -85,12 +93,14 @@ def assert_as_a_gpu_shard(case: Received, *, begun: bool = True) -> None:
     assert spread.numel() == sizes[0]
     ours = case.grads_of([spread.cpu()])
     theirs = {
-        (k, id_): row
+        (k, c.start, id_): row[c.start : c.stop]
         for k, ids, sums in zip(summed.tables, summed.ids, summed.sums, strict=True)
+        for c in case.hosted
+        if c.table == k
         for id_, row in zip(ids.tolist(), sums.cpu(), strict=True)
     }
     mine = {
-        (c.table, id_): row
+        (c.table, c.start, id_): row
         for c, o in zip(case.hosted, ours, strict=True)
         for id_, row in o.items()
     }
@@ -112,6 +122,11 @@ class TestDenseRows:
     def test_features_of_a_table_side_by_side(self, weights: bool) -> None:
         by_table = sorted(ALIKE_FEATURES, key=lambda feature: feature.table)
         assert_as_a_gpu_shard(dense(weights=weights, features=by_table))
+
+    @pytest.mark.parametrize("begun", [True, False])
+    def test_tables_that_are_cut(self, weights: bool, begun: bool) -> None:
+        layouts = (*ALIKE_LAYOUTS[:1], *default_layouts(ALIKE_FEATURES))
+        assert_as_a_gpu_shard(dense(weights=weights, layouts=layouts, cut=[4]), begun=begun)
 
     @pytest.mark.slow
     def test_rows_that_many_positions_read(self, weights: bool) -> None:
@@ -146,12 +161,20 @@ class TestDenseRows:
 
 class TestWhichRowsAreDense:
     @pytest.mark.parametrize(
-        ("cuts", "banks"), [((), (1, 2, 1)), ((4,), (1, 1, 1))], ids=["two banks", "cut"]
+        ("cuts", "banks", "layouts"),
+        [
+            ((), (1, 2, 1), ALIKE_LAYOUTS),
+            ((4, 6), (1, 1, 1), ALIKE_LAYOUTS),
+            ((4,), (1, 1, 1), FIRST_COLUMNS),
+        ],
+        ids=["two banks", "two widths", "columns that nothing reads"],
     )
-    def test_others_are_not(self, cuts: Sequence[int], banks: Sequence[int]) -> None:
+    def test_others_are_not(
+        self, cuts: Sequence[int], banks: Sequence[int], layouts: Sequence[Layout]
+    ) -> None:
         batch = batch_of([f.name for f in ALIKE_FEATURES], LENGTHS)
         made = make_received(
-            ALIKE, ALIKE_FEATURES, ALIKE_LAYOUTS, batch, [cuts] * 3, banks=banks, dense=True
+            ALIKE, ALIKE_FEATURES, layouts, batch, [cuts] * 3, banks=banks, dense=True
         )
         self.assert_is_not(made)
 
