@@ -12,7 +12,7 @@ from torch import Tensor
 from shoal.errors import NonFiniteGradient
 from shoal.kernels import gradients, step
 from shoal.kernels.gradients import GradGroups, Runs
-from shoal.kernels.host_copies import retire, sent
+from shoal.kernels.host_copies import retire, staged
 from shoal.kernels.step_sums import sum_runs
 from shoal.kernels.step_tiles import Stamp
 from shoal.kernels.tables import COUNT_ALARMED
@@ -225,18 +225,13 @@ class Stepper:
         checks.rates(ctx, specs)
         flat = self._rate_list.at(ctx.global_step, ctx.learning_rates)
         if self._rates_kept is None or self._rates_kept[0] != flat:
-            widest = max((len(spec.segments) for spec in specs), default=1)
-            rates_KR = torch.zeros(len(specs), widest, dtype=torch.float64, device="cpu")
-            at = 0
-            for k, spec in enumerate(specs):
-                count = len(spec.segments)
-                rates_KR[k, :count] = torch.tensor(
-                    flat[at : at + count], dtype=torch.float64, device="cpu"
-                )
-                at += count
+            counts = [len(spec.segments) for spec in specs]
+            rates_KR = np.zeros((len(specs), max(counts, default=1)))
+            rates_KR[np.arange(rates_KR.shape[1]) < np.array(counts)[:, None]] = flat
             if self._rates_kept is not None:
                 retire(self._rates_kept[1])
-            self._rates_kept = (flat, sent(rates_KR, self._tables.device))
+            words = staged(rates_KR.reshape(-1).view(np.int64), self._tables.device)
+            self._rates_kept = (flat, words.view(torch.float64).view(rates_KR.shape))
         return self._rates_kept[1]
 
     def joined(
