@@ -467,7 +467,9 @@ class DistributedModelParallel(nn.Module):
             # Not a submodule: names of parameters and of saved state are the module's own.
             group = self.mesh.new_group("dense")
             self._dense = self.mesh.watched("dense part")
-            wrapped = DistributedDataParallel(self.module, process_group=group)
+            wrapped = DistributedDataParallel(
+                self.module, process_group=group, gradient_as_bucket_view=True
+            )
             if group is not None and self.mesh.backend == "gloo":
                 mesh = self.mesh
                 owner = TorchCollectives(group, mesh.device, mesh.timeout_s, watched=self._dense)
