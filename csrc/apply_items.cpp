@@ -42,8 +42,8 @@ Source source_of(const Shard& shard, const GradArgs& record, int g, WholeRows& w
   const PlanSlice& slice = s.pool.slices[0];
   if ((s.pool.pooling & ~kByRow) == kSum && s.weights == nullptr && s.scale == 1.0 &&
       s.pool.n_slices == 1 && slice.width == d && s.seen == nullptr) {
-    const auto real = static_cast<std::int64_t>(
-        shard.table(ticket.tables[g]).spec().dtype == DType::f64 ? 8 : 4);
+    const auto real =
+        static_cast<std::int64_t>(real_bytes(shard.table(ticket.tables[g]).spec().dtype));
     s.direct = static_cast<const char*>(s.grads[slice.output]) + slice.place * real;
     s.direct_stride = slice.stride * real;
   }

@@ -22,15 +22,10 @@ using namespace nb::literals;
 namespace shoal {
 namespace {
 
-// A ticket ends with its Python object at the latest; it keeps the shard alive until then.
+// A ticket keeps its shard alive.
 struct PyTicket {
   std::shared_ptr<Shard> owner;
   std::unique_ptr<Ticket> ticket;
-  PyTicket(std::shared_ptr<Shard> o, std::unique_ptr<Ticket> t)
-      : owner(std::move(o)), ticket(std::move(t)) {}
-  PyTicket(const PyTicket&) = delete;
-  PyTicket& operator=(const PyTicket&) = delete;
-  ~PyTicket() { owner->end(*ticket); }
 };
 
 // Checked on construction: whatever holds groups may read by them. Python words the refusal.
@@ -145,13 +140,14 @@ void bind_values(nb::module_& m) {
       });
   nb::class_<Exported>(m, "Exported")
       .def_ro("n", &Exported::n)
-      .def("copy_to", [](const Exported& e, const Addresses& to) {
-        const std::vector<std::int64_t>* columns[4] = {&e.ids, &e.versions, &e.seen, &e.counts};
-        for (int i = 0; i < 4; ++i) {
-          std::memcpy(at<void>(to[i]), columns[i]->data(), columns[i]->size() * 8);
-        }
-        std::memcpy(at<void>(to[4]), e.weights.data(), e.weights.size());
-        std::memcpy(at<void>(to[5]), e.state.data(), e.state.size());
+      .def("copy_to", [](const Exported& e, const Addresses& addresses) {
+        const RowColumns to = columns_at(addresses);
+        std::copy(e.ids.begin(), e.ids.end(), to.ids);
+        std::copy(e.versions.begin(), e.versions.end(), to.versions);
+        std::copy(e.seen.begin(), e.seen.end(), to.seen_s);
+        std::copy(e.counts.begin(), e.counts.end(), to.counts);
+        std::copy(e.weights.begin(), e.weights.end(), to.weights);
+        std::copy(e.state.begin(), e.state.end(), to.state);
       });
 }
 
@@ -192,7 +188,7 @@ void bind_lookups(nb::class_<Shard>& shard) {
       ticket = s->find_or_init(g.get(), at<const std::int64_t>(counts), false,
                                      step_of(global_step, event_time_s), threads);
     }
-    return std::make_unique<PyTicket>(std::move(s), std::move(ticket));
+    return std::unique_ptr<PyTicket>(new PyTicket{std::move(s), std::move(ticket)});
   });
 }
 
@@ -253,13 +249,7 @@ void bind_upkeep(nb::class_<Shard>& shard) {
            Release())
       .def("load",
            [](Shard& s, int t, std::int64_t n, const Addresses& from, int threads) {
-             s.load_rows(t,
-                               Table::Columns{n, at<const std::int64_t>(from[0]),
-                                              at<const std::int64_t>(from[1]),
-                                              at<const std::int64_t>(from[2]),
-                                              at<const std::int64_t>(from[3]),
-                                              at<const char>(from[4]), at<const char>(from[5])},
-                               threads);
+             s.load_rows(t, columns_at(from), n, threads);
            },
            Release())
       .def("expect", &Shard::expect, Release())

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "buffers.h"
+#include "layout.h"
 
 namespace shoal {
 
@@ -30,6 +31,12 @@ std::vector<T*> all_at(const Addresses& addresses) {
   std::vector<T*> result(addresses.size());
   for (std::size_t i = 0; i < addresses.size(); ++i) result[i] = at<T>(addresses[i]);
   return result;
+}
+
+// As shoal.table.rows.pointers orders them.
+inline RowColumns columns_at(const Addresses& a) {
+  return {at<std::int64_t>(a[0]), at<std::int64_t>(a[1]), at<std::int64_t>(a[2]),
+          at<std::int64_t>(a[3]), at<char>(a[4]),         at<char>(a[5])};
 }
 
 // How Python hands over an argument: a pointer as its address.

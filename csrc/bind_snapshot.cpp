@@ -93,7 +93,8 @@ void bind_snapshot(nb::module_& m, nb::class_<Shard>& shard) {
       .def("histogram",
            [](PySnapshot& s, int t, int bits, Address counts, int threads) {
              const std::lock_guard guard(s.reading);
-             s.open()->histogram(t, bits, at<std::int64_t>(counts), threads);
+             const std::vector<std::int64_t> found = s.open()->histogram(t, bits, threads);
+             std::copy(found.begin(), found.end(), at<std::int64_t>(counts));
            },
            Release())
       .def("find",
@@ -105,10 +106,7 @@ void bind_snapshot(nb::module_& m, nb::class_<Shard>& shard) {
       .def("read",
            [](PySnapshot& s, const std::vector<Address>& to, int threads) {
              const std::lock_guard guard(s.reading);
-             s.open()->read(SnapshotColumns{at<std::int64_t>(to[0]), at<std::int64_t>(to[1]),
-                                           at<std::int64_t>(to[2]), at<std::int64_t>(to[3]),
-                                           at<char>(to[4]), at<char>(to[5])},
-                           threads);
+             s.open()->read(columns_at(to), threads);
            },
            Release())
       .def("deleted_count",

@@ -147,7 +147,7 @@ std::int64_t find_copy_of(const IndexView v, const RowView r, const std::int64_t
 
 std::int64_t find_copy(const IndexView& index, const RowView& rows, const std::int64_t* ids,
                        std::int64_t n, char* out, std::uint8_t* found, bool large) {
-  const std::size_t bytes = row_size(rows);
+  const std::size_t bytes = weight_bytes(rows);
   if (large && bytes >= 128 && streamable(out, bytes)) {
     const std::int64_t missing = with_bytes(bytes, [&](auto width) {
       return find_copy_of<true>(index, rows, ids, n, width, out, found);
@@ -329,7 +329,7 @@ void gather_bags(const GatherJob& job, std::int64_t bag_start, std::int64_t bag_
   if (bag_start < bag_stop && single_copy<T>(job)) {
     bag_start += copy_single<T>(job, bag_start, bag_stop, start_of(bag_start));
   }
-  const std::size_t bytes = row_size(job.table.rows);
+  const std::size_t bytes = weight_bytes(job.table.rows);
   const std::int64_t last = start_of(bag_stop);
   std::int64_t fetched = start_of(bag_start);
   for (std::int64_t bag = bag_start; bag < bag_stop; ++bag) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <unordered_set>
 #include <vector>
 
@@ -17,6 +18,7 @@
 
 namespace shoal {
 
+class Shard;
 struct TableWork;
 struct Part;
 
@@ -36,8 +38,14 @@ struct Plan {
   bool adds = false;            // some slice sums into what another group wrote
 };
 
-// Rows of one lookup.
+// Rows of one lookup; ends with this at the latest.
 struct Ticket {
+  Ticket() = default;
+  Ticket(const Ticket&) = delete;
+  Ticket& operator=(const Ticket&) = delete;
+  ~Ticket();
+
+  Shard* shard = nullptr;  // which it belongs to
   std::vector<std::int32_t> rows;
   std::unique_ptr<std::int64_t[]> ids;  // at the positions that had no row when looked up
   std::vector<std::int64_t> splits;
@@ -87,15 +95,13 @@ struct Sums {
   std::vector<char> sums;
 };
 
-class NonFiniteError : public std::exception {
- public:
-  const char* what() const noexcept override { return "a row's gradient is not finite"; }
+struct NonFiniteError : std::runtime_error {
+  NonFiniteError() : std::runtime_error("a row's gradient is not finite") {}
 };
 
 // A ticket was used after its end, or a table was to be cleared under one.
-class TicketStateError : public std::exception {
- public:
-  const char* what() const noexcept override { return "a ticket is not in the state needed"; }
+struct TicketStateError : std::runtime_error {
+  TicketStateError() : std::runtime_error("a ticket is not in the state needed") {}
 };
 
 // Rows of one table, copied out under the lock.
@@ -103,6 +109,10 @@ struct Exported {
   std::int64_t n = 0;
   std::vector<std::int64_t> ids, versions, seen, counts;
   std::vector<char> weights, state;
+
+  RowColumns columns() {
+    return {ids.data(), versions.data(), seen.data(), counts.data(), weights.data(), state.data()};
+  }
 };
 
 // What a consumer holds: all rows stamped up to `version` in this life of the shard.
@@ -141,7 +151,7 @@ class Shard {
              StepParams step, int threads);
 
   Exported export_rows(int t, const std::int64_t* only);  // `only`: one id, or null for all
-  void load_rows(int t, const Table::Columns& rows, int threads);
+  void load_rows(int t, const RowColumns& rows, std::int64_t n, int threads);
   void expect(int t, std::int64_t rows);  // so many in all: memory for them, not yet touched
 
   // No cursor of this consumer starts below the version any more; deletions that no consumer wants go.
@@ -196,22 +206,6 @@ class Shard {
   std::unordered_set<Ticket*> tickets_;
   ItemLists lists_;                // scratch of apply and sum, guarded by the write lock
   std::vector<PartScratch> scratch_;  // one a lane
-};
-
-// Ends its ticket whatever happens.
-class Pinned {
- public:
-  Pinned(Shard& shard, std::unique_ptr<Ticket> ticket)
-      : shard_(shard), ticket_(std::move(ticket)) {}
-  Pinned(const Pinned&) = delete;
-  Pinned& operator=(const Pinned&) = delete;
-  ~Pinned() { shard_.end(*ticket_); }
-  Ticket* operator->() const { return ticket_.get(); }
-  Ticket* get() const { return ticket_.get(); }
-
- private:
-  Shard& shard_;
-  std::unique_ptr<Ticket> ticket_;
 };
 
 }  // namespace shoal

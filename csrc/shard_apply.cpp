@@ -210,7 +210,7 @@ std::vector<Sums> Shard::sum(const std::vector<GradArgs>& records) {
                        work.counted, false, Keeper{}};
     const ApplyScratch memory = scratch_[0].fit(work.items.n, rows, false);
     const std::uint32_t unique = kernels().sum(job, work.items, memory);
-    const std::size_t bytes = rows.dim * (rows.dtype == DType::f64 ? 8 : 4);
+    const std::size_t bytes = rows.dim * real_bytes(rows.dtype);
     Sums sums{work.table, std::vector<std::int64_t>(unique), std::vector<std::int64_t>(unique),
               std::vector<char>(unique * bytes)};
     for (std::uint32_t u = 0; u < unique; ++u) {
@@ -241,7 +241,8 @@ void Shard::apply_ids(const Groups& groups, const std::int64_t* counts, ApplyArg
       if (!good) throw NonFiniteError{};
     }
   }
-  const Pinned ticket(*this, find_or_init(groups, counts, false, args.step, args.threads));
+  const std::unique_ptr<Ticket> ticket =
+      find_or_init(groups, counts, false, args.step, args.threads);
   record.ticket = ticket.get();
   const WriteGuard guard(lock_);
   apply_locked(args, false);

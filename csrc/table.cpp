@@ -1,7 +1,6 @@
 #include "table.h"
 
 #include <algorithm>
-#include <array>
 #include <tuple>
 
 #include "threads.h"
@@ -130,30 +129,24 @@ void Table::commit(Insert& job) {
 
 void Table::place(Insert& job) {
   constexpr std::size_t kParallel = 2048;
-  constexpr std::size_t kAhead = 32;
   const TableView table = view();
   const std::vector<std::int64_t>& unique = job.unique;
   std::vector<std::int32_t>& rows = job.unique_rows;
   const int bits = unique.size() < kParallel ? 0 : index_.partition_bits();
-  const std::size_t parts = std::size_t{1} << bits;
-  // Stable partition by the hash bits that choose a stripe, so that no two threads share one.
   std::vector<std::int64_t>& ids = job.placed_ids;
   std::vector<std::int32_t>& numbers = job.placed_rows;
-  std::array<std::size_t, (1U << Index::kPartitionBits) + 1> starts{};
-  const auto part_of = [&](std::int64_t id) -> std::size_t {
-    return bits == 0 ? 0 : (hash_of(id, spec_.salt) >> (48 - bits)) & (parts - 1);
-  };
-  for (std::size_t u = 0; u < rows.size(); ++u) {
-    if (rows[u] != kNoRow) ++starts[part_of(unique[u]) + 1];
-  }
-  for (std::size_t p = 0; p < parts; ++p) starts[p + 1] += starts[p];
-  auto at = starts;
-  for (std::size_t u = 0; u < rows.size(); ++u) {
-    if (rows[u] == kNoRow) continue;
-    const std::size_t to = at[part_of(unique[u])]++;
-    ids[to] = unique[u];
-    rows[u] = static_cast<std::int32_t>(to);
-  }
+  const StripeParts starts = by_stripe(
+      bits,
+      [&](const auto& visit) {
+        for (std::size_t u = 0; u < rows.size(); ++u) {
+          if (rows[u] != kNoRow) visit(unique[u], u);
+        }
+      },
+      [&](std::size_t u, std::size_t to) {
+        ids[to] = unique[u];
+        rows[u] = static_cast<std::int32_t>(to);
+      });
+  const std::size_t parts = std::size_t{1} << bits;
   // Rows are numbered in this order, so that a part writes neighbours.
   for (std::size_t i = 0; i < starts[parts]; ++i) numbers[i] = arena_.take();
   for (std::int32_t& row : rows) {
@@ -161,19 +154,24 @@ void Table::place(Insert& job) {
   }
   const bool large = starts[parts] * table.rows.weight_stride >= kLargeBytes;
   Pool::instance().run(static_cast<std::int64_t>(parts), job.threads, [&](std::int64_t p, int) {
-    const std::size_t start = starts[p], stop = starts[p + 1];
-    const IndexView lines = index_.view();
-    for (std::size_t i = start; i < stop; ++i) {
-      if (i + kAhead < stop) {
-        const StripeView* stripe = nullptr;
-        __builtin_prefetch(home_line(lines, hash_of(ids[i + kAhead], spec_.salt), stripe), 1, 2);
-      }
-      index_.insert(ids[i], numbers[i]);
-    }
+    const std::size_t start = starts[p], n = starts[p + 1] - start;
+    index_rows(ids.data() + start, numbers.data() + start, n);
     kernels().init_rows(table, ids.data() + start, numbers.data() + start,
-                        static_cast<std::int64_t>(stop - start), job.step, large);
+                        static_cast<std::int64_t>(n), job.step, large);
   });
   index_.rebalance();
+}
+
+void Table::index_rows(const std::int64_t* ids, const std::int32_t* rows, std::size_t n) {
+  constexpr std::size_t kAhead = 32;
+  const IndexView lines = index_.view();
+  for (std::size_t i = 0; i < n; ++i) {
+    if (i + kAhead < n) {
+      const StripeView* stripe = nullptr;
+      __builtin_prefetch(home_line(lines, hash(ids[i + kAhead]), stripe), 1, 2);
+    }
+    index_.insert(ids[i], rows[i]);
+  }
 }
 
 std::int64_t Table::evict_lowest(std::int64_t n, const std::vector<bool>& pinned) {
@@ -283,17 +281,15 @@ void Table::clear() {
   admission_.clear();
 }
 
-std::vector<std::int32_t> Table::rows_by_hash() const {
-  std::vector<std::pair<std::uint64_t, std::int32_t>> order;
+std::vector<std::uint32_t> Table::rows_by_hash() const {
+  std::vector<std::pair<std::uint64_t, std::uint32_t>> order;
   order.reserve(index_.size());
   const RowView rows = arena_.view();
-  for (std::size_t r = 0; r < arena_.high_water(); ++r) {
-    const auto row = static_cast<std::uint32_t>(r);
-    if (row_version(rows, row) == Arena::kFree) continue;
-    order.emplace_back(hash_of(row_id(rows, row), spec_.salt), static_cast<std::int32_t>(r));
+  for (std::uint32_t row = 0; row < arena_.high_water(); ++row) {
+    if (row_version(rows, row) != Arena::kFree) order.emplace_back(hash(row_id(rows, row)), row);
   }
   std::sort(order.begin(), order.end());
-  std::vector<std::int32_t> result(order.size());
+  std::vector<std::uint32_t> result(order.size());
   for (std::size_t i = 0; i < order.size(); ++i) result[i] = order[i].second;
   return result;
 }

@@ -99,8 +99,8 @@ struct Copy {
     const auto n = static_cast<std::size_t>(snapshot->find(0, 0, ~std::uint64_t{0}, 2));
     std::vector<std::int64_t> ids(n), stamps(n), seen(n), counts(n);
     std::vector<char> weights(n * kDim * 4 + 1), state(1);
-    snapshot->read(shoal::SnapshotColumns{ids.data(), stamps.data(), seen.data(), counts.data(),
-                                          weights.data(), state.data()},
+    snapshot->read(shoal::RowColumns{ids.data(), stamps.data(), seen.data(), counts.data(),
+                                     weights.data(), state.data()},
                    2);
     for (std::size_t i = 0; i < n; ++i) versions[ids[i]] = stamps[i];
     cursor = shoal::Cursor{shard.incarnation(), snapshot->version()};
