@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "kernels.h"
+#include "ops_copy.h"
 #include "prefetch.h"
 #include "rows_impl.h"
 #include "stream.h"
@@ -78,25 +79,6 @@ void probe_ids(const IndexView& index, const std::int64_t* ids, std::int64_t n,
   }
   for (; i < n; ++i) look(i, lines[i % kWindow]);
   settle_overflowed();
-}
-
-template <std::size_t kBytes>
-using Bytes = std::integral_constant<std::size_t, kBytes>;
-
-// Calls visit(bytes) with the common row widths as constants, so that a loop inlines its copies.
-template <class Visit>
-inline auto with_bytes(std::size_t bytes, const Visit& visit) {
-  switch (bytes) {
-    case 32: return visit(Bytes<32>{});
-    case 64: return visit(Bytes<64>{});
-    case 128: return visit(Bytes<128>{});
-    case 256: return visit(Bytes<256>{});
-    default: return visit(bytes);
-  }
-}
-
-inline void copy_row(char* to, const char* from, std::size_t bytes) {
-  with_bytes(bytes, [&](auto width) { __builtin_memcpy(to, from, width); });
 }
 
 template <bool kStream, class Width>
@@ -212,8 +194,8 @@ inline void write_columns(T* to, const T* from, std::int64_t n, T factor, bool a
   } else if (add) {
     for (std::int64_t i = 0; i < n; ++i) to[i] += from[i] * factor;
   } else if (factor == T(1)) {
-    copy_row(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from),
-             static_cast<std::size_t>(n) * sizeof(T));
+    copy_bytes(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from),
+               static_cast<std::size_t>(n) * sizeof(T));
   } else {
     for (std::int64_t i = 0; i < n; ++i) to[i] = from[i] * factor;
   }

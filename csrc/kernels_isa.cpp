@@ -76,7 +76,7 @@ void init_rows(const TableView& t, const std::int64_t* ids, const std::int32_t* 
         stream_bytes(weights + row_weights, scratch.data(), rest);
       } else {
         if (!direct) store_nearest(v.dtype, rows[l], weights, v.dim);
-        copy_row(block.state + row * v.state_stride, scratch.data(), row_state);
+        copy_bytes(block.state + row * v.state_stride, scratch.data(), row_state);
       }
       reinterpret_cast<std::int64_t*>(block.ids)[row] = lane_ids[l];
       reinterpret_cast<std::uint32_t*>(block.versions)[row] = step.version;
@@ -89,7 +89,7 @@ void init_rows(const TableView& t, const std::int64_t* ids, const std::int32_t* 
 
 // Bits of absolute values compare as the values do, and those of NaN are above infinity's.
 template <class T, class Bits>
-double largest(const T* x, std::int64_t n) {
+double largest_as(const T* x, std::int64_t n) {
   constexpr Bits kSize = std::numeric_limits<Bits>::max();
   Bits lanes[16] = {};
   std::int64_t i = 0;
@@ -163,8 +163,10 @@ std::size_t find_between(const std::uint32_t* versions, std::size_t n, std::uint
   return found;
 }
 
-double largest32(const float* x, std::int64_t n) { return largest<float, std::int32_t>(x, n); }
-double largest64(const double* x, std::int64_t n) { return largest<double, std::int64_t>(x, n); }
+double largest(const void* x, std::int64_t n, bool wide) {
+  return wide ? largest_as<double, std::int64_t>(static_cast<const double*>(x), n)
+              : largest_as<float, std::int32_t>(static_cast<const float*>(x), n);
+}
 
 }  // namespace
 
@@ -174,7 +176,7 @@ double largest64(const double* x, std::int64_t n) { return largest<double, std::
 extern const Kernels SHOAL_NAME(SHOAL_ISA);
 const Kernels SHOAL_NAME(SHOAL_ISA) = {
     probe_ids, find_copy, gather, apply, sum, init_rows,
-    find_between, largest32, largest64, blake_blocks,
+    find_between, largest, blake_blocks,
 };
 
 }  // namespace shoal

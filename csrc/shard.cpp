@@ -73,7 +73,8 @@ void Shard::probe(const Groups& groups, std::int32_t* rows, std::int64_t* absent
   });
 }
 
-void Shard::find(const Groups& groups, void* const* outputs, std::uint8_t* found, int threads) {
+void Shard::find(const Groups& groups, const std::vector<void*>& outputs, std::uint8_t* found,
+                 int threads) {
   const ReadGuard guard(lock_);
   run_pieces(pieces_of(groups), groups.n, threads, [&](const Piece& piece, int) {
     const Table& table = tables_[groups.tables[piece.group]];

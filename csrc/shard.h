@@ -72,18 +72,18 @@ struct GatherArgs {
 };
 
 struct GradArgs {
-  const Ticket* ticket;
+  Ticket* ticket;
   const Plan* plan;
   const std::int64_t* offsets;
   std::int64_t bags;
   const float* weights;
-  const void* const* grads;
+  std::vector<void*> grads;
   double scale;
-  const void* const* seen;  // per group, or null
+  std::vector<void*> seen;  // per group, or none
 };
 
 struct ApplyArgs {
-  std::vector<GradArgs> records;
+  std::vector<GradArgs*> records;
   std::vector<double> lrs;                // per table, per segment, in order
   StepParams step;
   int threads;
@@ -136,13 +136,14 @@ class Shard {
   std::uint32_t close_version();
 
   // Rows of unpooled fp32/fp64 tables in one pass; other tables through the general path.
-  void find(const Groups& groups, void* const* outputs, std::uint8_t* found, int threads);
+  void find(const Groups& groups, const std::vector<void*>& outputs, std::uint8_t* found,
+            int threads);
   void find_pooled(const Groups& groups, GatherArgs args);
   std::unique_ptr<Ticket> find_or_init(const Groups& groups, const std::int64_t* counts,
                                        bool admit_all, StepParams step, int threads);
   void gather(const Ticket& ticket, const GatherArgs& args);
   void apply(const ApplyArgs& args);
-  std::vector<Sums> sum(const std::vector<GradArgs>& records);
+  std::vector<Sums> sum(const std::vector<GradArgs*>& records);
   // One step for ids that need no ticket; admission applies to those without a row.
   void apply_ids(const Groups& groups, const std::int64_t* counts, ApplyArgs args);
 
@@ -151,7 +152,7 @@ class Shard {
              StepParams step, int threads);
 
   Exported export_rows(int t, const std::int64_t* only);  // `only`: one id, or null for all
-  void load_rows(int t, const RowColumns& rows, std::int64_t n, int threads);
+  void load_rows(int t, std::int64_t n, const RowColumns& rows, int threads);
   void expect(int t, std::int64_t rows);  // so many in all: memory for them, not yet touched
 
   // No cursor of this consumer starts below the version any more; deletions that no consumer wants go.

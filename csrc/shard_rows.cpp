@@ -23,7 +23,7 @@ Exported Shard::export_rows(int t, const std::int64_t* only) {
   return out;
 }
 
-void Shard::load_rows(int t, const RowColumns& rows, std::int64_t n, int threads) {
+void Shard::load_rows(int t, std::int64_t n, const RowColumns& rows, int threads) {
   const WriteGuard guard(lock_);
   tables_[t].load(rows, n, threads);
   if (n == 0) return;

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <tuple>
 
+#include "buffers.h"
+#include "ops_ids.h"
 #include "threads.h"
 #include "rows_impl.h"
 
@@ -32,25 +34,21 @@ TableView Table::view() const {
                    spec_.state.data(), spec_.key, spec_.first_column, plain_};
 }
 
-void Table::find_unique(Insert& job) const {
+void Table::find_unique(Insert& job) {
   const std::size_t n = job.positions.size();
+  const Scratch<std::int64_t> ids(n);
+  for (std::size_t i = 0; i < n; ++i) ids[i] = job.ids[job.positions[i]];
   job.number.resize(n);
-  std::size_t size = 16;
-  while (size < 2 * n) size *= 2;
-  std::vector<std::int32_t> slots(size, -1);
-  for (std::size_t i = 0; i < n; ++i) {
-    const std::int64_t position = job.positions[i];
-    const std::int64_t id = job.ids[position];
-    std::size_t at = hash_of(id, spec_.salt) & (size - 1);
-    while (slots[at] >= 0 && job.unique[slots[at]] != id) at = (at + 1) & (size - 1);
-    if (slots[at] < 0) {
-      slots[at] = static_cast<std::int32_t>(job.unique.size());
-      job.unique.push_back(id);
-      job.unique_counts.push_back(0);
-    }
-    const std::int32_t number = slots[at];
-    job.number[i] = static_cast<std::uint32_t>(number);
-    job.unique_counts[number] += job.counts == nullptr ? 1 : job.counts[position];
+  const Scratch<std::uint32_t> slots(span_slots(static_cast<std::int64_t>(n)));
+  const Scratch<Distinct> found(n + 1);
+  const auto unique = static_cast<std::size_t>(dedup_span(
+      ids.data(), static_cast<std::int64_t>(n), slots.data(), found.data(), job.number.data()));
+  for (std::size_t u = 1; u <= unique; ++u) {
+    job.unique.push_back(found[u].id);
+    job.unique_counts.push_back(job.counts == nullptr ? found[u].count : 0);
+  }
+  for (std::size_t i = 0; job.counts != nullptr && i < n; ++i) {
+    job.unique_counts[job.number[i]] += job.counts[job.positions[i]];
   }
 }
 

@@ -80,7 +80,7 @@ class Table {
     std::vector<bool> pinned{};     // rows that an eviction must spare
     // Set by prepare().
     std::vector<std::int64_t> unique{}, unique_counts{};
-    std::vector<std::uint32_t> number{};      // unique number of each position
+    std::vector<std::int64_t> number{};       // unique number of each position
     std::vector<std::int32_t> unique_rows{};  // kNoRow where refused
     std::vector<std::int64_t> placed_ids{};   // scratch of commit()
     std::vector<std::int32_t> placed_rows{};
@@ -116,7 +116,7 @@ class Table {
   void reserve(std::int64_t rows);
 
  private:
-  void find_unique(Insert& job) const;
+  static void find_unique(Insert& job);
   using StripeParts = std::array<std::size_t, (1U << Index::kPartitionBits) + 1>;
   // Partitions items, stably, by the `bits` of the hash that choose a stripe, so that no two threads
   // share one: each(visit) calls visit(id, item) for all, put(item, place) gets them. Where parts start.

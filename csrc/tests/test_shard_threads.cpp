@@ -64,13 +64,8 @@ void train(shoal::Shard& shard, int seed, int steps) {
     void* out = rows.data();
     shard.gather(*ticket, shoal::GatherArgs{nullptr, nullptr, 0, nullptr, &out, step, 2});
     EXPECT(whole(rows));
-    const void* grad = grads.data();
-    shoal::ApplyArgs args{{shoal::GradArgs{ticket.get(), nullptr, nullptr, 0, nullptr, &grad, 1.0,
-                                           nullptr}},
-                          {0.125},
-                          params,
-                          2};
-    shard.apply(args);
+    shoal::GradArgs record{ticket.get(), nullptr, nullptr, 0, nullptr, {grads.data()}, 1.0, {}};
+    shard.apply(shoal::ApplyArgs{{&record}, {0.125}, params, 2});
     shard.end(*ticket);
   }
 }
@@ -82,7 +77,7 @@ void read(shoal::Shard& shard, int seed, const std::atomic<bool>& stop) {
   while (!stop.load()) {
     const Batch batch(random);
     void* out = rows.data();
-    shard.find(batch.groups(), &out, found.data(), 1);
+    shard.find(batch.groups(), {out}, found.data(), 1);
     EXPECT(whole(rows));
   }
 }

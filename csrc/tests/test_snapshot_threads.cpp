@@ -42,11 +42,10 @@ void train(shoal::Shard& shard, std::mutex& hold, int seed, const std::atomic<bo
     const shoal::Groups groups{ids.data(), kBatch, splits.data(), tables.data(), 1};
     shoal::StepParams params;
     params.event_time_s = static_cast<std::uint32_t>(step);
-    const void* grad = grads.data();
-    const shoal::GradArgs record{nullptr, nullptr, nullptr, 0, nullptr, &grad, 1.0, nullptr};
+    shoal::GradArgs record{nullptr, nullptr, nullptr, 0, nullptr, {grads.data()}, 1.0, {}};
     {
       const std::lock_guard guard(hold);
-      shard.apply_ids(groups, nullptr, shoal::ApplyArgs{{record}, {0.125}, params, 2});
+      shard.apply_ids(groups, nullptr, shoal::ApplyArgs{{&record}, {0.125}, params, 2});
     }
     if (step % 7 == 0) {
       const std::lock_guard guard(hold);
@@ -67,9 +66,10 @@ void load(shoal::Shard& shard, std::mutex& hold, const std::atomic<bool>& stop) 
     {
       const std::lock_guard guard(hold);
       shard.load_rows(0,
+                      kRows,
                       shoal::RowColumns{ids.data(), ones.data(), times.data(), ones.data(),
                                         reinterpret_cast<char*>(weights.data()), nullptr},
-                      kRows, 2);
+                      2);
     }
     std::this_thread::yield();
   }
