@@ -13,7 +13,6 @@
 
 #include "bind.h"
 #include "bind_specs.h"
-#include "instruction_set.h"
 #include "shard.h"
 
 namespace nb = nanobind;
@@ -292,7 +291,7 @@ NB_MODULE(_core, m) {
   bind_values(m);
   bind_checksums(m);
   bind_launch(m);
-  m.def("instruction_set", &instruction_set);
+  m.def("instruction_set", [] { return kernels().instruction_set; });
   nb::class_<Shard> shard(m, "Shard");
   shard.def("__init__", [](Shard* self, const std::vector<nb::dict>& specs) {
     std::vector<TableSpec> tables;

@@ -122,6 +122,7 @@ struct ApplyJob {
 };
 
 struct Kernels {
+  const char* instruction_set;  // "avx512", "avx2" or "generic"
   // `absent`, unless null, gets the id at each position that has no row: the ids may change.
   void (*probe)(const IndexView&, const std::int64_t* ids, std::int64_t n, std::int32_t* rows,
                 std::int64_t* absent);

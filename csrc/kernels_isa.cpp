@@ -170,13 +170,13 @@ double largest(const void* x, std::int64_t n, bool wide) {
 
 }  // namespace
 
-#define SHOAL_JOIN(a, b) a##b
-#define SHOAL_NAME(isa) SHOAL_JOIN(kernels_, isa)
+#define SHOAL_KERNELS(isa, ...)      \
+  extern const Kernels kernels_##isa; \
+  const Kernels kernels_##isa = {#isa, __VA_ARGS__};
+#define SHOAL_KERNELS_OF(isa, ...) SHOAL_KERNELS(isa, __VA_ARGS__)
 
-extern const Kernels SHOAL_NAME(SHOAL_ISA);
-const Kernels SHOAL_NAME(SHOAL_ISA) = {
-    probe_ids, find_copy, gather, apply, sum, init_rows,
-    find_between, largest, blake_blocks,
-};
+SHOAL_KERNELS_OF(
+    SHOAL_ISA, probe_ids, find_copy, gather, apply, sum, init_rows,
+    find_between, largest, blake_blocks)
 
 }  // namespace shoal

@@ -19,7 +19,7 @@ Exported Shard::export_rows(int t, const std::int64_t* only) {
   using Numbers = std::vector<std::int64_t>;
   Exported out{static_cast<std::int64_t>(n), Numbers(n), Numbers(n), Numbers(n), Numbers(n),
                std::vector<char>(n * weight_bytes(view)), std::vector<char>(n * state_bytes(view))};
-  copy_rows(view, rows.data(), 0, n, out.columns());
+  copy_rows<false>(view, rows.data(), 0, n, out.columns());
   return out;
 }
 

@@ -63,21 +63,23 @@ std::int64_t Snapshot::find(int t, std::uint64_t first, std::uint64_t last, int 
   return static_cast<std::int64_t>(found_.size());
 }
 
+template <bool kPastCaches>
 void copy_rows(const RowView& view, const std::uint32_t* rows, std::size_t start, std::size_t stop,
                const RowColumns& to) {
   constexpr std::size_t kAhead = 16;
+  constexpr int kLocality = kPastCaches ? 0 : 2;
   const std::size_t weights = weight_bytes(view);
   const std::size_t state = to.state == nullptr ? 0 : state_bytes(view);
-  const bool streams =
-      to.state != nullptr && streamable(to.weights, weights) && streamable(to.state, state);
+  const bool streams = kPastCaches && to.state != nullptr && streamable(to.weights, weights) &&
+                       streamable(to.state, state);
   const auto ask = [&](std::size_t i) {
     const std::uint32_t row = rows[i];
     const BlockView& block = block_view(view, row);
     __builtin_prefetch(block.versions + std::size_t{row} * 4);
     __builtin_prefetch(block.ids + std::size_t{row} * 8);
     __builtin_prefetch(block.seen + std::size_t{row} * 8);
-    prefetch_row<512, 64, 0>(block.weights + row * view.weight_stride, weights);
-    if (state > 0) prefetch_row<512, 64, 0>(block.state + row * view.state_stride, state);
+    prefetch_row<512, 64, kLocality>(block.weights + row * view.weight_stride, weights);
+    if (state > 0) prefetch_row<512, 64, kLocality>(block.state + row * view.state_stride, state);
   };
   for (std::size_t i = start; i < std::min(start + kAhead, stop); ++i) ask(i);
   for (std::size_t i = start; i < stop; ++i) {
@@ -85,7 +87,7 @@ void copy_rows(const RowView& view, const std::uint32_t* rows, std::size_t start
     const std::uint32_t row = rows[i];
     const LastSeen seen = row_seen(view, row);
     to.ids[i] = row_id(view, row);
-    to.versions[i] = row_version(view, row);
+    if constexpr (!kPastCaches) to.versions[i] = row_version(view, row);
     to.seen_s[i] = seen.seconds;
     to.counts[i] = seen.count;
     if (streams) {
@@ -98,6 +100,11 @@ void copy_rows(const RowView& view, const std::uint32_t* rows, std::size_t start
   }
   if (streams) end_stream();
 }
+
+template void copy_rows<true>(const RowView&, const std::uint32_t*, std::size_t, std::size_t,
+                           const RowColumns&);
+template void copy_rows<false>(const RowView&, const std::uint32_t*, std::size_t, std::size_t,
+                           const RowColumns&);
 
 // Versions are those seen under the lock: grouping gradients borrows them, and gives them back.
 void Snapshot::check_piece(const RowView& view, std::size_t start, std::size_t stop,
@@ -133,9 +140,9 @@ void Snapshot::read(const RowColumns& to, int threads) {
     const std::size_t stop = std::min(start + kPiece, n);
 #ifdef __SANITIZE_THREAD__  // which knows no copy that is thrown away
     const ReadGuard guard(shard_.lock());
-    copy_rows(view, found_.data(), start, stop, to);
+    copy_rows<true>(view, found_.data(), start, stop, to);
 #else
-    copy_rows(view, found_.data(), start, stop, to);
+    copy_rows<true>(view, found_.data(), start, stop, to);
     const ReadGuard guard(shard_.lock());
 #endif
     check_piece(view, start, stop, to, missed[lane]);

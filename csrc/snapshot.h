@@ -26,7 +26,9 @@ struct SnapshotRefused : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Copies rows [start, stop) of the list.
+// Copies rows [start, stop) of the list. kPastCaches: past the caches, and without versions, which
+// are to be looked at afterwards.
+template <bool kPastCaches>
 void copy_rows(const RowView& view, const std::uint32_t* rows, std::size_t start, std::size_t stop,
                const RowColumns& to);
 

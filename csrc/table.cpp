@@ -184,15 +184,14 @@ std::int64_t Table::evict_lowest(std::int64_t n, const std::vector<bool>& pinned
   const RowView rows = arena_.view();
   std::vector<Victim> victims;
   victims.reserve(index_.size());
-  for (std::size_t r = 0; r < arena_.high_water(); ++r) {
-    const auto row = static_cast<std::uint32_t>(r);
-    if (row_version(rows, row) == Arena::kFree || (r < pinned.size() && pinned[r])) continue;
+  each_row([&](std::uint32_t row) {
+    if (row < pinned.size() && pinned[row]) return;
     const LastSeen seen = row_seen(rows, row);
     const std::int64_t id = row_id(rows, row);
     const bool lru = spec_.on_full == OnFull::lru;
     victims.push_back(Victim{lru ? seen.seconds : seen.count, lru ? seen.count : seen.seconds,
-                             hash_of(id, spec_.salt), id});
-  }
+                             hash(id), id});
+  });
   const auto many = std::min<std::int64_t>(n, static_cast<std::int64_t>(victims.size()));
   if (many < static_cast<std::int64_t>(victims.size())) {
     std::nth_element(victims.begin(), victims.begin() + many, victims.end());
@@ -252,26 +251,24 @@ std::int64_t Table::evict_expired(std::int64_t now_s, const std::vector<bool>& p
   if (!spec_.expires) return 0;
   const RowView rows = arena_.view();
   std::int64_t dropped = 0;
-  for (std::size_t r = 0; r < arena_.high_water(); ++r) {
-    const auto row = static_cast<std::uint32_t>(r);
-    if (row_version(rows, row) == Arena::kFree || (r < pinned.size() && pinned[r])) continue;
+  each_row([&](std::uint32_t row) {
+    if (row < pinned.size() && pinned[row]) return;
     const std::int64_t id = row_id(rows, row);
     const std::int64_t ttl = spec_.ttl_s.of(id);
-    if (ttl < 0 || now_s - static_cast<std::int64_t>(row_seen(rows, row).seconds) < ttl) continue;
+    if (ttl < 0 || now_s - static_cast<std::int64_t>(row_seen(rows, row).seconds) < ttl) return;
     erase(id);
     ++dropped;
-  }
+  });
   counters_.evicted += dropped;
   return dropped;
 }
 
 void Table::clear() {
-  const RowView rows = arena_.view();
-  for (std::size_t r = 0; log_ != nullptr && r < arena_.high_water(); ++r) {
-    const auto row = static_cast<std::uint32_t>(r);
-    if (row_version(rows, row) == Arena::kFree) continue;
-    keep(static_cast<std::int32_t>(row));
-    log_->append(number_, row_id(rows, row));
+  if (log_ != nullptr) {
+    each_row([&](std::uint32_t row) {
+      keep(static_cast<std::int32_t>(row));
+      log_->append(number_, row_id(arena_.view(), row));
+    });
   }
   index_.clear();
   arena_.clear();
@@ -283,9 +280,7 @@ std::vector<std::uint32_t> Table::rows_by_hash() const {
   std::vector<std::pair<std::uint64_t, std::uint32_t>> order;
   order.reserve(index_.size());
   const RowView rows = arena_.view();
-  for (std::uint32_t row = 0; row < arena_.high_water(); ++row) {
-    if (row_version(rows, row) != Arena::kFree) order.emplace_back(hash(row_id(rows, row)), row);
-  }
+  each_row([&](std::uint32_t row) { order.emplace_back(hash(row_id(rows, row)), row); });
   std::sort(order.begin(), order.end());
   std::vector<std::uint32_t> result(order.size());
   for (std::size_t i = 0; i < order.size(); ++i) result[i] = order[i].second;

@@ -117,6 +117,14 @@ class Table {
 
  private:
   static void find_unique(Insert& job);
+  // visit(row number) for the rows that somebody owns; it may give them back.
+  template <class Visit>
+  void each_row(const Visit& visit) const {
+    const RowView rows = arena_.view();
+    for (std::uint32_t row = 0; row < arena_.high_water(); ++row) {
+      if (row_version(rows, row) != Arena::kFree) visit(row);
+    }
+  }
   using StripeParts = std::array<std::size_t, (1U << Index::kPartitionBits) + 1>;
   // Partitions items, stably, by the `bits` of the hash that choose a stripe, so that no two threads
   // share one: each(visit) calls visit(id, item) for all, put(item, place) gets them. Where parts start.
