@@ -16,55 +16,34 @@ Admission::Admission(AdmissionSpec spec, std::uint64_t salt)
   if (spec_.enabled && spec_.sketch) cells_.assign(spec_.width * spec_.depth, 0);
 }
 
-const std::uint32_t& Admission::cell(std::int64_t id, int row) const {
+std::size_t Admission::cell_of(std::int64_t id, int row) const {
   const std::uint64_t h = hash_of(id, salt_);
   const std::uint64_t at = mix64(h ^ static_cast<std::uint64_t>(row + 1) * kGolden);
   const std::uint64_t block = std::min(spec_.width, std::max(spec_.width >> 16, kLeastBlock));
   const std::uint64_t first = ((h >> 48) * spec_.width >> 16) & ~(block - 1);
-  return cells_[static_cast<std::uint64_t>(row) * spec_.width + first + (at & (block - 1))];
+  return static_cast<std::uint64_t>(row) * spec_.width + first + (at & (block - 1));
 }
 
-std::uint32_t& Admission::cell(std::int64_t id, int row) {
-  return const_cast<std::uint32_t&>(static_cast<const Admission*>(this)->cell(id, row));
-}
-
-void Admission::add(const std::int64_t* ids, const std::int64_t* counts, std::int64_t n) {
+void Admission::change(const std::int64_t* ids, const std::int64_t* counts, std::int64_t n,
+                       int sign) {
   for (std::int64_t i = 0; i < n; ++i) {
     if (spec_.required.of(ids[i]) <= 1) continue;
-    if (spec_.sketch) {
-      for (int row = 0; row < spec_.depth; ++row) {
-        std::uint32_t& c = cell(ids[i], row);
-        c = static_cast<std::uint32_t>(std::min<std::int64_t>(c + counts[i], kMostCells));
-      }
-      continue;
+    for (int row = 0; spec_.sketch && row < spec_.depth; ++row) {
+      std::uint32_t& c = cells_[cell_of(ids[i], row)];
+      c = static_cast<std::uint32_t>(
+          std::clamp<std::int64_t>(c + sign * counts[i], 0, kMostCells));
     }
-    const std::int32_t seen = counts_.find(ids[i]);
-    const std::int64_t total = (seen == kNoRow ? 0 : seen) + counts[i];
-    const auto kept = static_cast<std::int32_t>(std::min(total, kMostOccurrences));
-    if (seen == kNoRow) {
-      counts_.insert(ids[i], kept);
-    } else {
-      counts_.set_row(ids[i], kept);
-    }
-  }
-  counts_.rebalance();
-}
-
-void Admission::undo(const std::int64_t* ids, const std::int64_t* counts, std::int64_t n) {
-  for (std::int64_t i = 0; i < n; ++i) {
-    if (spec_.required.of(ids[i]) <= 1) continue;
-    if (spec_.sketch) {
-      for (int row = 0; row < spec_.depth; ++row) {
-        std::uint32_t& c = cell(ids[i], row);
-        c = static_cast<std::uint32_t>(std::max<std::int64_t>(c - counts[i], 0));
-      }
-      continue;
-    }
-    const std::int64_t left = counts_.find(ids[i]) - counts[i];
-    if (left > 0) {
-      counts_.set_row(ids[i], static_cast<std::int32_t>(left));
-    } else {
+    if (spec_.sketch) continue;
+    std::int32_t* const seen = counts_.at(ids[i]);
+    const std::int64_t total = (seen == nullptr ? 0 : *seen) + sign * counts[i];
+    const auto kept =
+        static_cast<std::int32_t>(std::clamp<std::int64_t>(total, 0, kMostOccurrences));
+    if (seen != nullptr && kept > 0) {
+      *seen = kept;
+    } else if (seen != nullptr) {
       counts_.erase(ids[i]);
+    } else if (kept > 0) {
+      counts_.insert(ids[i], kept);
     }
   }
 }
@@ -72,14 +51,10 @@ void Admission::undo(const std::int64_t* ids, const std::int64_t* counts, std::i
 bool Admission::admitted(std::int64_t id) const {
   const std::int64_t required = spec_.required.of(id);
   if (required <= 1) return true;
+  if (!spec_.sketch) return counts_.find(id) >= std::min(required, kMostOccurrences);
   std::int64_t total = kMostCells;
-  if (spec_.sketch) {
-    for (int row = 0; row < spec_.depth; ++row) {
-      total = std::min<std::int64_t>(total, cell(id, row));
-    }
-  } else {
-    total = counts_.find(id);
-    return total >= std::min(required, kMostOccurrences);
+  for (int row = 0; row < spec_.depth; ++row) {
+    total = std::min<std::int64_t>(total, cells_[cell_of(id, row)]);
   }
   return total >= required;
 }

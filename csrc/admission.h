@@ -39,8 +39,13 @@ class Admission {
 
   bool enabled() const { return spec_.enabled; }
   // Adds occurrences of distinct ids; undo() with the same arguments takes them back.
-  void add(const std::int64_t* ids, const std::int64_t* counts, std::int64_t n);
-  void undo(const std::int64_t* ids, const std::int64_t* counts, std::int64_t n);
+  void add(const std::int64_t* ids, const std::int64_t* counts, std::int64_t n) {
+    change(ids, counts, n, 1);
+    counts_.rebalance();
+  }
+  void undo(const std::int64_t* ids, const std::int64_t* counts, std::int64_t n) {
+    change(ids, counts, n, -1);
+  }
   bool admitted(std::int64_t id) const;
   void forget(std::int64_t id);
   void clear();
@@ -53,8 +58,8 @@ class Admission {
   std::size_t bytes() const { return cells_.size() * 4 + counts_.bytes(); }
 
  private:
-  std::uint32_t& cell(std::int64_t id, int row);
-  const std::uint32_t& cell(std::int64_t id, int row) const;
+  void change(const std::int64_t* ids, const std::int64_t* counts, std::int64_t n, int sign);
+  std::size_t cell_of(std::int64_t id, int row) const;
 
   AdmissionSpec spec_;
   std::uint64_t salt_;

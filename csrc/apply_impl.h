@@ -228,16 +228,16 @@ struct RowPlace {
 };
 
 __attribute__((always_inline)) inline RowPlace place_row(const RowView& v, std::int32_t number,
-                                                         std::size_t weight_bytes,
-                                                         std::size_t state_bytes) {
+                                                         std::size_t weights,
+                                                         std::size_t state) {
   const auto row = static_cast<std::uint32_t>(number);
   const BlockView& block = block_view(v, row);
   const RowPlace place{block.weights + std::size_t{row} * v.weight_stride,
                        block.state + std::size_t{row} * v.state_stride,
                        reinterpret_cast<std::uint32_t*>(block.versions + std::size_t{row} * 4),
                        reinterpret_cast<LastSeen*>(block.seen + std::size_t{row} * 8)};
-  prefetch_write(place.weights, weight_bytes);
-  prefetch_write(place.state, state_bytes);
+  prefetch_write(place.weights, weights);
+  prefetch_write(place.state, state);
   __builtin_prefetch(place.version, 1, 2);
   __builtin_prefetch(place.seen, 1, 2);
   return place;
@@ -259,16 +259,15 @@ __attribute__((always_inline)) inline void each_row(const ApplyJob& job, const A
                                                     const RowGrads<T>& grads,
                                                     const Body& body) {
   const RowView v = job.table.rows;
-  const std::size_t weight_bytes = row_size(v);
-  const std::size_t state_bytes = static_cast<std::size_t>(v.state_width) * sizeof(T);
+  const std::size_t weights = weight_bytes(v), state = state_bytes(v);
   RowPlace ring[kAhead];
   for (std::uint32_t u = 0; u < kAhead && u < unique; ++u) {
-    ring[u] = place_row(v, s.rows[u], weight_bytes, state_bytes);
+    ring[u] = place_row(v, s.rows[u], weights, state);
   }
   for (std::uint32_t u = 0; u < unique; ++u) {
     const RowPlace place = ring[u % kAhead];
     if (u + kAhead < unique) {
-      ring[u % kAhead] = place_row(v, s.rows[u + kAhead], weight_bytes, state_bytes);
+      ring[u % kAhead] = place_row(v, s.rows[u + kAhead], weights, state);
     }
     body(u, place, grads.at(u));
   }

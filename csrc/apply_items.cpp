@@ -17,7 +17,7 @@ constexpr int kPartsPerThread = 8;
 // Rows that share a cache line of versions stay with one thread.
 constexpr int kLineShift = 4;
 
-Source source_of(const Shard& shard, const GradArgs& record, int g, WholeRows& whole) {
+Source source_of(const Shard& shard, const GradArgs& record, int g, std::deque<PlanSlice>& whole) {
   const Ticket& ticket = *record.ticket;
   Source s{};
   s.first = ticket.splits[g];
@@ -28,22 +28,21 @@ Source source_of(const Shard& shard, const GradArgs& record, int g, WholeRows& w
   s.counts = ticket.counts.empty() ? nullptr : ticket.counts.data();
   const int d = shard.table(ticket.tables[g]).spec().dim;
   if (record.plan == nullptr) {
-    whole.slices.push_back(std::make_unique<PlanSlice>(whole_row(d)));
     s.bags = s.stop - s.first;
-    s.pool = PoolSpec{kSum, 0, whole.slices.back().get(), 1};
-    s.grads = record.grads + g;
-    s.seen = record.seen == nullptr ? nullptr : record.seen[g];
+    s.pool = PoolSpec{kSum, 0, &whole.emplace_back(whole_row(d)), 1};
+    s.grads = record.grads.data() + g;
+    s.seen = record.seen.empty() ? nullptr : record.seen[g];
   } else {
     s.offsets = record.offsets + g * record.bags;
     s.bags = record.bags;
     s.pool = record.plan->pools[g];
-    s.grads = record.grads;
+    s.grads = record.grads.data();
   }
   const PlanSlice& slice = s.pool.slices[0];
   if ((s.pool.pooling & ~kByRow) == kSum && s.weights == nullptr && s.scale == 1.0 &&
       s.pool.n_slices == 1 && slice.width == d && s.seen == nullptr) {
-    const auto real = static_cast<std::int64_t>(
-        shard.table(ticket.tables[g]).spec().dtype == DType::f64 ? 8 : 4);
+    const auto real =
+        static_cast<std::int64_t>(real_bytes(shard.table(ticket.tables[g]).spec().dtype));
     s.direct = static_cast<const char*>(s.grads[slice.output]) + slice.place * real;
     s.direct_stride = slice.stride * real;
   }
@@ -99,15 +98,16 @@ void place_parts(TableWork& work, std::size_t* counts, std::size_t chunks) {
 
 }  // namespace
 
-std::vector<TableWork> work_of(const Shard& shard, const std::vector<GradArgs>& records,
-                               WholeRows& whole) {
+std::vector<TableWork> work_of(const Shard& shard, const std::vector<GradArgs*>& records,
+                               std::deque<PlanSlice>& whole) {
   std::vector<TableWork> all(static_cast<std::size_t>(shard.size()));
   std::unordered_set<const Ticket*> counted_once;
-  for (const GradArgs& record : records) {
-    const bool first = counted_once.insert(record.ticket).second;
-    for (std::size_t g = 0; g < record.ticket->tables.size(); ++g) {
-      TableWork& work = all[record.ticket->tables[g]];
-      Source source = source_of(shard, record, static_cast<int>(g), whole);
+  for (const GradArgs* record : records) {
+    const Ticket& ticket = *record->ticket;
+    const bool first = counted_once.insert(&ticket).second;
+    for (std::size_t g = 0; g < ticket.tables.size(); ++g) {
+      TableWork& work = all[ticket.tables[g]];
+      Source source = source_of(shard, *record, static_cast<int>(g), whole);
       source.counted_once = first;
       if (source.stop == source.first) continue;
       source.item_start = static_cast<std::uint32_t>(work.n);

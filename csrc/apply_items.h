@@ -1,7 +1,7 @@
 #pragma once
 // What one step has to do, table by table: the items of its records, in parts a thread takes whole.
 #include <cstdint>
-#include <memory>
+#include <deque>
 #include <vector>
 
 #include "kernels.h"
@@ -23,20 +23,15 @@ struct TableWork {
   bool direct = true;                 // all sources are
 };
 
-// Slices of unpooled sources; a deque-like store whose addresses stay.
-struct WholeRows {
-  std::vector<std::unique_ptr<PlanSlice>> slices;
-};
-
 struct Part {
   std::size_t work;
   std::size_t start;
   std::uint32_t n;
 };
 
-// The tables that the records touch, with their sources.
-std::vector<TableWork> work_of(const Shard& shard, const std::vector<GradArgs>& records,
-                               WholeRows& whole);
+// The tables that the records touch, with their sources; `whole` holds slices of unpooled ones.
+std::vector<TableWork> work_of(const Shard& shard, const std::vector<GradArgs*>& records,
+                               std::deque<PlanSlice>& whole);
 
 // Points at the ticket's rows where they serve as they are; writes rows, bags and sources of items
 // into `lists` where not.

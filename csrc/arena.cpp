@@ -18,12 +18,11 @@ std::size_t align16(std::size_t bytes) { return (bytes + 15) & ~std::size_t{15};
 
 Arena::Arena(int dim, int state_width, DType dtype)
     : dim_(dim), state_width_(state_width), dtype_(dtype) {
-  const std::size_t real = dtype == DType::f64 ? 8 : 4;
   strides_[kVersions] = 4;
   strides_[kSeen] = 8;
   strides_[kIds] = 8;
-  weight_bytes_ = row_bytes(dtype, dim);
-  state_bytes_ = align16(state_width * real);
+  weight_bytes_ = shoal::weight_bytes(view());
+  state_bytes_ = align16(shoal::state_bytes(view()));
   if (dtype != DType::i8 || state_width > 0) weight_bytes_ = align16(weight_bytes_);
   strides_[kRows] = weight_bytes_ + state_bytes_;
   // Whole lines where that costs an eighth at most.
@@ -126,9 +125,7 @@ std::uint32_t Arena::latest() const {
 // Rows beyond the high-water mark were never touched, so they are not resident.
 // What fills lines up counts with the weights.
 std::size_t Arena::weight_bytes() const { return used_ * strides_[kRows] - state_bytes(); }
-std::size_t Arena::state_bytes() const {
-  return used_ * static_cast<std::size_t>(state_width_) * (dtype_ == DType::f64 ? 8 : 4);
-}
+std::size_t Arena::state_bytes() const { return used_ * shoal::state_bytes(view()); }
 std::size_t Arena::metadata_bytes() const {
   return used_ * (strides_[kIds] + strides_[kVersions] + strides_[kSeen]) +
          (free_.capacity() + maxima_.capacity()) * 4;

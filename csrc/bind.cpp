@@ -13,7 +13,6 @@
 
 #include "bind.h"
 #include "bind_specs.h"
-#include "instruction_set.h"
 #include "shard.h"
 
 namespace nb = nanobind;
@@ -22,15 +21,10 @@ using namespace nb::literals;
 namespace shoal {
 namespace {
 
-// A ticket ends with its Python object at the latest; it keeps the shard alive until then.
+// A ticket keeps its shard alive.
 struct PyTicket {
   std::shared_ptr<Shard> owner;
   std::unique_ptr<Ticket> ticket;
-  PyTicket(std::shared_ptr<Shard> o, std::unique_ptr<Ticket> t)
-      : owner(std::move(o)), ticket(std::move(t)) {}
-  PyTicket(const PyTicket&) = delete;
-  PyTicket& operator=(const PyTicket&) = delete;
-  ~PyTicket() { owner->end(*ticket); }
 };
 
 // Checked on construction: whatever holds groups may read by them. Python words the refusal.
@@ -70,25 +64,15 @@ struct PyGroups {
   }
 };
 
-struct PyRecord {
-  PyTicket* ticket;
-  const Plan* plan;
-  Address offsets;
-  std::int64_t bags;
-  Address weights;
-  std::vector<void*> grads;
-  double scale;
+}  // namespace
+
+template <>
+struct Wire<const Groups&> {
+  using Type = const PyGroups&;
+  static Groups read(const PyGroups& given) { return given.get(); }
 };
 
-std::vector<GradArgs> records_of(const std::vector<PyRecord*>& records) {
-  std::vector<GradArgs> result;
-  for (const PyRecord* r : records) {
-    result.push_back(GradArgs{r->ticket->ticket.get(), r->plan, at<const std::int64_t>(r->offsets),
-                              r->bags, at<const float>(r->weights), r->grads.data(), r->scale,
-                              nullptr});
-  }
-  return result;
-}
+namespace {
 
 StepParams step_of(std::int64_t global_step, std::uint32_t event_time_s, int nan_policy = 0,
                    double nan_clip = 1.0) {
@@ -116,22 +100,17 @@ void bind_values(nb::module_& m) {
         std::fill_n(at<bool>(out), t.ticket->rows.size(), true);
         for (const std::int64_t i : t.ticket->missing) at<bool>(out)[i] = false;
       });
-  nb::class_<Plan>(m, "Plan").def("__init__", [](Plan* self, Address features,
-                                                 std::int64_t n_features, Address slices,
-                                                 std::int64_t n_slices,
-                                                 std::vector<std::int64_t> widths) {
-    new (self) Plan(plan_from(at<const PlanFeature>(features), n_features,
-                              at<const PlanSlice>(slices), n_slices, std::move(widths)));
-  });
+  nb::class_<Plan>(m, "Plan").def(nb::new_(&Wired<&plan_from>::call));
   nb::class_<PyGroups>(m, "Groups")
       .def(nb::init<std::int64_t, int, Address, Address, Address, int>())
       .def("bags_fit", &PyGroups::bags_fit);
-  nb::class_<PyRecord>(m, "Record")
+  nb::class_<GradArgs>(m, "Record")
       .def("__init__",
-           [](PyRecord* self, PyTicket* ticket, const Plan* plan, Address offsets,
+           [](GradArgs* self, PyTicket* ticket, const Plan* plan, Address offsets,
               std::int64_t bags, Address weights, const Addresses& grads,
               double scale) {
-             new (self) PyRecord{ticket, plan, offsets, bags, weights, all_at<void>(grads), scale};
+             new (self) GradArgs{ticket->ticket.get(), plan, at<const std::int64_t>(offsets), bags,
+                                 at<const float>(weights), all_at<void>(grads), scale, {}};
            },
            "ticket"_a, "plan"_a.none(), "offsets"_a, "bags"_a, "weights"_a, "grads"_a, "scale"_a,
            nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>());
@@ -145,25 +124,20 @@ void bind_values(nb::module_& m) {
       });
   nb::class_<Exported>(m, "Exported")
       .def_ro("n", &Exported::n)
-      .def("copy_to", [](const Exported& e, const Addresses& to) {
-        const std::vector<std::int64_t>* columns[4] = {&e.ids, &e.versions, &e.seen, &e.counts};
-        for (int i = 0; i < 4; ++i) {
-          std::memcpy(at<void>(to[i]), columns[i]->data(), columns[i]->size() * 8);
-        }
-        std::memcpy(at<void>(to[4]), e.weights.data(), e.weights.size());
-        std::memcpy(at<void>(to[5]), e.state.data(), e.state.size());
+      .def("copy_to", [](const Exported& e, const Addresses& addresses) {
+        const RowColumns to = columns_at(addresses);
+        std::copy(e.ids.begin(), e.ids.end(), to.ids);
+        std::copy(e.versions.begin(), e.versions.end(), to.versions);
+        std::copy(e.seen.begin(), e.seen.end(), to.seen_s);
+        std::copy(e.counts.begin(), e.counts.end(), to.counts);
+        std::copy(e.weights.begin(), e.weights.end(), to.weights);
+        std::copy(e.state.begin(), e.state.end(), to.state);
       });
 }
 
 void bind_lookups(nb::class_<Shard>& shard) {
   shard
-      .def("find",
-           [](Shard& s, const PyGroups& g, const Addresses& outputs, Address found,
-              int threads) {
-             const std::vector<void*> out = all_at<void>(outputs);
-             s.find(g.get(), out.data(), at<std::uint8_t>(found), threads);
-           },
-           Release())
+      .def("find", &Wired<&Shard::find>::call, Release())
       .def("find_pooled",
            [](Shard& s, const PyGroups& g, const Plan& plan, Address offsets, std::int64_t bags,
               Address weights, const Addresses& outputs, int threads) {
@@ -192,39 +166,32 @@ void bind_lookups(nb::class_<Shard>& shard) {
       ticket = s->find_or_init(g.get(), at<const std::int64_t>(counts), false,
                                      step_of(global_step, event_time_s), threads);
     }
-    return std::make_unique<PyTicket>(std::move(s), std::move(ticket));
+    return std::unique_ptr<PyTicket>(new PyTicket{std::move(s), std::move(ticket)});
   });
 }
 
 void bind_updates(nb::class_<Shard>& shard) {
   shard
       .def("apply",
-           [](Shard& s, const std::vector<PyRecord*>& records, std::vector<double> lrs,
+           [](Shard& s, const std::vector<GradArgs*>& records, std::vector<double> lrs,
               std::int64_t global_step, std::uint32_t event_time_s, int nan_policy,
               double nan_clip, int threads) {
-             s.apply(ApplyArgs{records_of(records), std::move(lrs),
-                                     step_of(global_step, event_time_s, nan_policy, nan_clip),
-                                     threads});
-             for (PyRecord* r : records) s.end(*r->ticket->ticket);
+             s.apply(ApplyArgs{records, std::move(lrs),
+                               step_of(global_step, event_time_s, nan_policy, nan_clip), threads});
+             for (GradArgs* record : records) s.end(*record->ticket);
            },
            Release())
-      .def("sum",
-           [](Shard& s, const std::vector<PyRecord*>& records) {
-             return s.sum(records_of(records));
-           },
-           Release())
+      .def("sum", &Shard::sum, Release())
       .def("apply_ids",
            [](Shard& s, const PyGroups& g, Address counts, const Addresses& grads,
               const Addresses& seen, std::vector<double> lrs, std::int64_t global_step,
               std::uint32_t event_time_s, int nan_policy, double nan_clip, int threads) {
-             const std::vector<void*> grad = all_at<void>(grads), now = all_at<void>(seen);
-             GradArgs record{nullptr, nullptr, nullptr, 0, nullptr, grad.data(), 1.0,
-                             now.empty() ? nullptr : now.data()};
+             GradArgs record{nullptr, nullptr, nullptr, 0, nullptr, all_at<void>(grads), 1.0,
+                             all_at<void>(seen)};
              s.apply_ids(g.get(), at<const std::int64_t>(counts),
-                               ApplyArgs{{record},
-                                         std::move(lrs),
-                                         step_of(global_step, event_time_s, nan_policy, nan_clip),
-                                         threads});
+                         ApplyArgs{{&record}, std::move(lrs),
+                                   step_of(global_step, event_time_s, nan_policy, nan_clip),
+                                   threads});
            },
            Release())
       .def("write",
@@ -239,7 +206,7 @@ void bind_updates(nb::class_<Shard>& shard) {
 
 void bind_upkeep(nb::class_<Shard>& shard) {
   shard.def("evict", &Shard::evict, Release())
-      .def("remove", [](Shard& s, const PyGroups& g) { return s.remove(g.get()); }, Release())
+      .def("remove", &Wired<&Shard::remove>::call, Release())
       .def("close_version", &Shard::close_version, Release())
       .def("release", &Shard::release, Release())
       .def("leave", &Shard::leave, Release())
@@ -251,17 +218,7 @@ void bind_upkeep(nb::class_<Shard>& shard) {
       .def("entry",
            [](Shard& s, int t, std::int64_t id) { return s.export_rows(t, &id); },
            Release())
-      .def("load",
-           [](Shard& s, int t, std::int64_t n, const Addresses& from, int threads) {
-             s.load_rows(t,
-                               Table::Columns{n, at<const std::int64_t>(from[0]),
-                                              at<const std::int64_t>(from[1]),
-                                              at<const std::int64_t>(from[2]),
-                                              at<const std::int64_t>(from[3]),
-                                              at<const char>(from[4]), at<const char>(from[5])},
-                               threads);
-           },
-           Release())
+      .def("load", &Wired<&Shard::load_rows>::call, Release())
       .def("expect", &Shard::expect, Release())
       .def("size",
            [](Shard& s, int t) {
@@ -334,7 +291,7 @@ NB_MODULE(_core, m) {
   bind_values(m);
   bind_checksums(m);
   bind_launch(m);
-  m.def("instruction_set", &instruction_set);
+  m.def("instruction_set", [] { return kernels().instruction_set; });
   nb::class_<Shard> shard(m, "Shard");
   shard.def("__init__", [](Shard* self, const std::vector<nb::dict>& specs) {
     std::vector<TableSpec> tables;
@@ -353,8 +310,5 @@ NB_MODULE(_core, m) {
   bind_layout_ops(ops);
   bind_shared_memory(m);
   m.def("ordered_by_hash",
-        [](Address ids, std::int64_t n, std::uint64_t salt) {
-          return ordered_by_hash(at<const std::int64_t>(ids), n, salt);
-        },
-        Release());
+        &Wired<&ordered_by_hash>::call, Release());
 }

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "buffers.h"
+#include "layout.h"
 
 namespace shoal {
 
@@ -32,28 +33,59 @@ std::vector<T*> all_at(const Addresses& addresses) {
   return result;
 }
 
-// How Python hands over an argument: a pointer as its address.
-template <class T>
-using Wire = std::conditional_t<std::is_pointer_v<T>, Address, T>;
+// As shoal.table.rows.pointers orders them.
+inline RowColumns columns_at(const Addresses& a) {
+  return {at<std::int64_t>(a[0]), at<std::int64_t>(a[1]), at<std::int64_t>(a[2]),
+          at<std::int64_t>(a[3]), at<char>(a[4]),         at<char>(a[5])};
+}
 
-// Binds a free function as it is: Wired<f>::call takes addresses where f takes pointers.
+// How Python hands over an argument: a pointer as its address, an enum as its number.
+template <class T>
+struct Wire {
+  using Type = T;
+  static const T& read(const T& given) { return given; }
+};
+template <class T>
+struct Wire<T*> {
+  using Type = Address;
+  static T* read(Address given) { return at<T>(given); }
+};
+template <class T>
+struct Wire<const std::vector<T*>&> {
+  using Type = const Addresses&;
+  static std::vector<T*> read(const Addresses& given) { return all_at<T>(given); }
+};
+template <class T>
+struct Wire<const T&> {
+  using Type = const T&;
+  static const T& read(const T& given) { return given; }
+};
+template <class T>
+  requires std::is_enum_v<T>
+struct Wire<T> {
+  using Type = int;
+  static T read(int given) { return static_cast<T>(given); }
+};
+template <>
+struct Wire<const RowColumns&> {
+  using Type = const Addresses&;
+  static RowColumns read(const Addresses& given) { return columns_at(given); }
+};
+
+// Binds a function or a method as it is: Wired<f>::call takes arguments as Python hands them over.
 template <auto function>
 struct Wired;
 
 template <class Result, class... Arguments, Result (*function)(Arguments...)>
 struct Wired<function> {
-  static Result call(Wire<Arguments>... arguments) {
-    return function(read<Arguments>(arguments)...);
+  static Result call(typename Wire<Arguments>::Type... arguments) {
+    return function(Wire<Arguments>::read(arguments)...);
   }
-
- private:
-  template <class T>
-  static T read(const Wire<T>& argument) {
-    if constexpr (std::is_pointer_v<T>) {
-      return reinterpret_cast<T>(argument);
-    } else {
-      return argument;
-    }
+};
+template <class Result, class Self, class... Arguments, Result (Self::*method)(Arguments...)>
+struct Wired<method> {
+  static Result call(Self& self, typename Wire<Arguments>::Type... arguments) {
+    return (self.*method)(Wire<Arguments>::read(arguments)...);
   }
 };
 

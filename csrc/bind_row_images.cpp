@@ -93,7 +93,7 @@ class SnapshotImages {
   void check() const { rows_->check(); }
 
   std::tuple<std::int64_t, std::int64_t, double> stats() const {
-    const PreImageStats stats = rows_->stats();
+    const PreImageStats stats = rows_->images().stats();
     return {stats.rows, stats.spilled_bytes, stats.waited_s};
   }
 
@@ -126,19 +126,14 @@ class SnapshotImages {
     return found_.size() / record;
   }
 
-  void copy(const std::vector<Address>& to) const {
-    const auto& [weights, state, _, salt] = form(table_);
+  void copy(const Addresses& to) const {
+    const std::size_t weights = std::get<0>(form(table_));
     for (std::size_t i = 0; i < order_.size(); ++i) {
       const char* from = found_.data() + order_[i].second;
       PreImage image;
       std::memcpy(&image, from, sizeof(image));
-      at<std::int64_t>(to[0])[i] = image.id;
-      at<std::int64_t>(to[1])[i] = image.version;
-      at<std::int64_t>(to[2])[i] = image.seen_s;
-      at<std::int64_t>(to[3])[i] = image.count;
       from += sizeof(image);
-      if (weights > 0) std::memcpy(at<char>(to[4]) + i * weights, from, weights);
-      if (state > 0) std::memcpy(at<char>(to[5]) + i * state, from + weights, state);
+      rows_->images().put(image, from, from + weights, columns_at(to), i);
     }
   }
 

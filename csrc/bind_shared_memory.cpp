@@ -16,7 +16,6 @@ using namespace nb::literals;
 namespace shoal {
 namespace {
 
-
 // Of one part: where its rows are and go, the bytes of a row, rows to and from each rank.
 using Part = std::tuple<Address, Address, std::size_t, Sizes, Sizes>;
 
@@ -43,15 +42,8 @@ std::shared_ptr<SharedCall> call_of(const std::vector<Part>& parts, std::size_t 
 }
 
 const char* word(Fault fault) {
-  switch (fault) {
-    case Fault::timeout: return "timeout";
-    case Fault::dead: return "dead";
-    case Fault::closed: return "closed";
-    case Fault::failed: return "failed";
-    case Fault::mismatch: return "mismatch";
-    case Fault::none: break;
-  }
-  return "";
+  constexpr const char* kWords[] = {"", "timeout", "dead", "closed", "failed", "mismatch"};
+  return kWords[static_cast<std::size_t>(fault)];
 }
 
 std::shared_ptr<SharedRegion> region_of(const std::string& name, std::uint64_t token,

@@ -8,8 +8,7 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
-#include <cstring>
-#include <mutex>
+#include <algorithm>
 #include <optional>
 #include <tuple>
 
@@ -21,44 +20,18 @@ namespace nb = nanobind;
 namespace shoal {
 namespace {
 
-// Closed with its Python object at the latest; it keeps the shard alive until then.
-class PySnapshot {
- public:
+// Closed with its Python object at the latest; it keeps the shard alive until then. One call at a
+// time, and none but close() once closed: shoal.table.cpu.snapshot sees to it.
+struct PySnapshot {
   std::shared_ptr<Shard> owner;
-  std::mutex reading;
+  std::shared_ptr<Snapshot> snapshot;
 
-  PySnapshot(std::shared_ptr<Shard> o, std::shared_ptr<Snapshot> s)
-      : owner(std::move(o)), snapshot_(std::move(s)) {}
-  PySnapshot(const PySnapshot&) = delete;
-  PySnapshot& operator=(const PySnapshot&) = delete;
   ~PySnapshot() { close(); }
-
   // Frees its memory and its file, which takes as long as both are large.
   void close() {
-    const std::lock_guard guard(reading);
-    std::shared_ptr<Snapshot> closed;
-    {
-      const std::lock_guard held(holding_);
-      closed = std::move(snapshot_);
-      snapshot_.reset();
-    }
-    if (closed) owner->close(*closed);
+    if (const std::shared_ptr<Snapshot> closed = std::move(snapshot)) owner->close(*closed);
   }
-  // The snapshot, which stays while it is held.
-  std::shared_ptr<Snapshot> open() {
-    const std::lock_guard held(holding_);
-    if (!snapshot_) throw std::logic_error("a closed snapshot was read");
-    return snapshot_;
-  }
-
- private:
-  std::mutex holding_;
-  std::shared_ptr<Snapshot> snapshot_;  // none once closed
-  ForkHook hook_{this, [](void* self) noexcept {
-                   auto& snapshot = *static_cast<PySnapshot*>(self);
-                   renew(snapshot.reading);
-                   renew(snapshot.holding_);
-                 }};
+  Snapshot* operator->() const { return snapshot.get(); }
 };
 
 using Where = std::pair<std::int64_t, std::uint32_t>;
@@ -73,7 +46,7 @@ std::unique_ptr<PySnapshot> open(std::shared_ptr<Shard> s, const std::optional<W
     snapshot = s->snapshot(since ? &cursor : nullptr,
                                  Snapshot::Options{buffer_bytes, window_rows});
   }
-  return std::make_unique<PySnapshot>(std::move(s), std::move(snapshot));
+  return std::unique_ptr<PySnapshot>(new PySnapshot{std::move(s), std::move(snapshot)});
 }
 
 }  // namespace
@@ -83,46 +56,32 @@ void bind_snapshot(nb::module_& m, nb::class_<Shard>& shard) {
   m.attr("MOST_SNAPSHOTS") = OpenSnapshots::kMost;
   m.def("give_way", &give_way);
   nb::class_<PySnapshot>(m, "Snapshot")
-      .def_prop_ro("version", [](PySnapshot& s) { return s.open()->version(); })
-      .def_prop_ro("since", [](PySnapshot& s) { return s.open()->since(); })
+      .def_prop_ro("version", [](PySnapshot& s) { return s->version(); })
+      .def_prop_ro("since", [](PySnapshot& s) { return s->since(); })
       .def("stats",
            [](PySnapshot& s) {
-             const PreImageStats stats = s.open()->stats();
+             const PreImageStats stats = s->stats();
              return std::make_tuple(stats.rows, stats.spilled_bytes, stats.waited_s);
            })
       .def("histogram",
            [](PySnapshot& s, int t, int bits, Address counts, int threads) {
-             const std::lock_guard guard(s.reading);
-             s.open()->histogram(t, bits, at<std::int64_t>(counts), threads);
+             const std::vector<std::int64_t> found = s->histogram(t, bits, threads);
+             std::copy(found.begin(), found.end(), at<std::int64_t>(counts));
            },
            Release())
       .def("find",
            [](PySnapshot& s, int t, std::uint64_t first, std::uint64_t last, int threads) {
-             const std::lock_guard guard(s.reading);
-             return s.open()->find(t, first, last, threads);
+             return s->find(t, first, last, threads);
            },
            Release())
       .def("read",
-           [](PySnapshot& s, const std::vector<Address>& to, int threads) {
-             const std::lock_guard guard(s.reading);
-             s.open()->read(SnapshotColumns{at<std::int64_t>(to[0]), at<std::int64_t>(to[1]),
-                                           at<std::int64_t>(to[2]), at<std::int64_t>(to[3]),
-                                           at<char>(to[4]), at<char>(to[5])},
-                           threads);
-           },
+           [](PySnapshot& s, const Addresses& to, int threads) { s->read(columns_at(to), threads); },
            Release())
-      .def("deleted_count",
-           [](PySnapshot& s, int t) {
-             const std::lock_guard guard(s.reading);
-             return s.open()->deleted(t).size();
-           },
-           Release())
+      .def("deleted_count", [](PySnapshot& s, int t) { return s->deleted(t).size(); }, Release())
       .def("copy_deleted",
            [](PySnapshot& s, int t, Address to) {
-             const std::lock_guard guard(s.reading);
-             const std::shared_ptr<Snapshot> snapshot = s.open();
-             const std::vector<std::int64_t>& ids = snapshot->deleted(t);
-             if (!ids.empty()) std::memcpy(at<void>(to), ids.data(), ids.size() * 8);
+             const std::vector<std::int64_t>& ids = s->deleted(t);
+             std::copy(ids.begin(), ids.end(), at<std::int64_t>(to));
            },
            Release())
       .def("close", &PySnapshot::close, Release());

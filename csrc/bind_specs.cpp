@@ -140,9 +140,9 @@ TableSpec table_from(const nb::dict& d) {
 }
 
 Plan plan_from(const PlanFeature* features, std::int64_t n_features, const PlanSlice* slices,
-               std::int64_t n_slices, std::vector<std::int64_t> widths) {
+               std::int64_t n_slices, const std::vector<std::int64_t>& widths) {
   Plan plan;
-  plan.widths = std::move(widths);
+  plan.widths = widths;
   plan.slices.assign(slices, slices + n_slices);
   for (std::int64_t f = 0; f < n_features; ++f) {
     plan.pools.push_back(PoolSpec{features[f].pooling, features[f].length,

@@ -10,5 +10,5 @@
 namespace shoal {
 TableSpec table_from(const nanobind::dict& spec);
 Plan plan_from(const PlanFeature* features, std::int64_t n_features, const PlanSlice* slices,
-               std::int64_t n_slices, std::vector<std::int64_t> widths);
+               std::int64_t n_slices, const std::vector<std::int64_t>& widths);
 }  // namespace shoal

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "kernels.h"
+#include "ops_copy.h"
 #include "prefetch.h"
 #include "rows_impl.h"
 #include "stream.h"
@@ -80,25 +81,6 @@ void probe_ids(const IndexView& index, const std::int64_t* ids, std::int64_t n,
   settle_overflowed();
 }
 
-template <std::size_t kBytes>
-using Bytes = std::integral_constant<std::size_t, kBytes>;
-
-// Calls visit(bytes) with the common row widths as constants, so that a loop inlines its copies.
-template <class Visit>
-inline auto with_bytes(std::size_t bytes, const Visit& visit) {
-  switch (bytes) {
-    case 32: return visit(Bytes<32>{});
-    case 64: return visit(Bytes<64>{});
-    case 128: return visit(Bytes<128>{});
-    case 256: return visit(Bytes<256>{});
-    default: return visit(bytes);
-  }
-}
-
-inline void copy_row(char* to, const char* from, std::size_t bytes) {
-  with_bytes(bytes, [&](auto width) { __builtin_memcpy(to, from, width); });
-}
-
 template <bool kStream, class Width>
 std::int64_t find_copy_of(const IndexView v, const RowView r, const std::int64_t* ids,
                           std::int64_t n, Width bytes, char* out, std::uint8_t* found) {
@@ -147,7 +129,7 @@ std::int64_t find_copy_of(const IndexView v, const RowView r, const std::int64_t
 
 std::int64_t find_copy(const IndexView& index, const RowView& rows, const std::int64_t* ids,
                        std::int64_t n, char* out, std::uint8_t* found, bool large) {
-  const std::size_t bytes = row_size(rows);
+  const std::size_t bytes = weight_bytes(rows);
   if (large && bytes >= 128 && streamable(out, bytes)) {
     const std::int64_t missing = with_bytes(bytes, [&](auto width) {
       return find_copy_of<true>(index, rows, ids, n, width, out, found);
@@ -212,8 +194,8 @@ inline void write_columns(T* to, const T* from, std::int64_t n, T factor, bool a
   } else if (add) {
     for (std::int64_t i = 0; i < n; ++i) to[i] += from[i] * factor;
   } else if (factor == T(1)) {
-    copy_row(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from),
-             static_cast<std::size_t>(n) * sizeof(T));
+    copy_bytes(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from),
+               static_cast<std::size_t>(n) * sizeof(T));
   } else {
     for (std::int64_t i = 0; i < n; ++i) to[i] = from[i] * factor;
   }
@@ -329,7 +311,7 @@ void gather_bags(const GatherJob& job, std::int64_t bag_start, std::int64_t bag_
   if (bag_start < bag_stop && single_copy<T>(job)) {
     bag_start += copy_single<T>(job, bag_start, bag_stop, start_of(bag_start));
   }
-  const std::size_t bytes = row_size(job.table.rows);
+  const std::size_t bytes = weight_bytes(job.table.rows);
   const std::int64_t last = start_of(bag_stop);
   std::int64_t fetched = start_of(bag_start);
   for (std::int64_t bag = bag_start; bag < bag_stop; ++bag) {

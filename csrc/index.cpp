@@ -81,16 +81,10 @@ void Index::set_limit(std::uint32_t stripe) {
 void Index::resize(std::uint32_t stripe, std::uint32_t lines) {
   Block block(static_cast<std::size_t>(lines) * sizeof(Line));
   Line* fresh = reinterpret_cast<Line*>(block.data());
-  Stripe& s = stripes_[stripe];
-  const Line* old = views_[stripe].lines;
-  for (std::uint32_t i = 0; i < views_[stripe].count; ++i) {
-    for (unsigned used = old[i].meta & kSlotMask; used != 0; used &= used - 1) {
-      const int slot = __builtin_ctz(used);
-      const std::int64_t id = old[i].keys[slot];
-      place(fresh, lines, hash_of(id, salt_), id, old[i].rows[slot]);
-    }
-  }
-  s.block = std::move(block);
+  each_of(views_[stripe], [&](std::int64_t id, std::int32_t row) {
+    place(fresh, lines, hash_of(id, salt_), id, row);
+  });
+  stripes_[stripe].block = std::move(block);
   views_[stripe].lines = fresh;
   views_[stripe].count = lines;
   set_limit(stripe);
@@ -131,19 +125,10 @@ std::int32_t Index::erase(std::int64_t id) {
   return kNoRow;
 }
 
-void Index::set_row(std::int64_t id, std::int32_t row) {
-  const std::uint64_t hash = hash_of(id, salt_);
-  const std::uint32_t stripe = directory_[slot_of(hash)];
-  Line* lines = views_[stripe].lines;
-  std::uint64_t at = (hash & 0xffffffffULL) * views_[stripe].count >> 32;
-  for (std::uint32_t step = 0; step < views_[stripe].count; ++step) {
-    const unsigned hit = match(&lines[at], id);
-    if (hit != 0) {
-      lines[at].rows[__builtin_ctz(hit)] = row;
-      return;
-    }
-    if (++at == views_[stripe].count) at = 0;
-  }
+std::int32_t* Index::at(std::int64_t id) {
+  const StripeView* stripe = nullptr;
+  const Line* line = home_line(view(), hash_of(id, salt_), stripe);
+  return const_cast<std::int32_t*>(probe_at(stripe, line, id));
 }
 
 void Index::count(std::int64_t id, std::vector<std::uint32_t>& fresh) const {
@@ -201,16 +186,12 @@ void Index::split(std::uint32_t stripe) {
     stripes_[halves[half]] = std::move(fresh);
     set_limit(halves[half]);
   }
-  for (std::uint32_t i = 0; i < view.count; ++i) {
-    for (unsigned used = view.lines[i].meta & kSlotMask; used != 0; used &= used - 1) {
-      const int slot = __builtin_ctz(used);
-      const std::int64_t id = view.lines[i].keys[slot];
-      const std::uint64_t hash = hash_of(id, salt_);
-      const std::uint32_t target = halves[(hash >> (kHashBits - depth)) & 1];
-      place(views_[target].lines, lines, hash, id, view.lines[i].rows[slot]);
-      ++stripes_[target].size;
-    }
-  }
+  each_of(view, [&](std::int64_t id, std::int32_t row) {
+    const std::uint64_t hash = hash_of(id, salt_);
+    const std::uint32_t target = halves[(hash >> (kHashBits - depth)) & 1];
+    place(views_[target].lines, lines, hash, id, row);
+    ++stripes_[target].size;
+  });
   const std::uint32_t width = 1U << (bits_ - depth);
   const std::uint32_t first = stripes_[sibling].prefix * width;
   for (std::uint32_t i = 0; i < width; ++i) directory_[first + i] = sibling;

@@ -53,7 +53,8 @@ class Index {
   void insert(std::int64_t id, std::int32_t row);
   // Returns the row the id had, or kNoRow.
   std::int32_t erase(std::int64_t id);
-  void set_row(std::int64_t id, std::int32_t row);
+  // Where the row number of an id is, until the index changes; null: the id is absent.
+  std::int32_t* at(std::int64_t id);
   // Splits stripes that grew past their share; serial, between parallel phases.
   void rebalance();
   void reserve(std::size_t rows);
@@ -66,15 +67,7 @@ class Index {
 
   template <class Visit>
   void each(const Visit& visit) const {
-    for (const StripeView& view : views_) {
-      for (std::uint32_t i = 0; i < view.count; ++i) {
-        for (unsigned used = view.lines[i].meta & ((1U << kSlots) - 1); used != 0;
-             used &= used - 1) {
-          const int slot = __builtin_ctz(used);
-          visit(view.lines[i].keys[slot], view.lines[i].rows[slot]);
-        }
-      }
-    }
+    for (const StripeView& view : views_) each_of(view, visit);
   }
 
   int partition_bits() const;  // at most kPartitionBits; stripes never straddle partitions
@@ -92,6 +85,17 @@ class Index {
     std::uint32_t prefix = 0;
     int depth = 0;
   };
+
+  template <class Visit>
+  static void each_of(const StripeView& view, const Visit& visit) {
+    for (std::uint32_t i = 0; i < view.count; ++i) {
+      const Line& line = view.lines[i];
+      for (unsigned used = line.meta & ((1U << kSlots) - 1); used != 0; used &= used - 1) {
+        const int slot = __builtin_ctz(used);
+        visit(line.keys[slot], line.rows[slot]);
+      }
+    }
+  }
 
   std::uint32_t slot_of(std::uint64_t hash) const;
   void resize(std::uint32_t stripe, std::uint32_t lines);
@@ -129,14 +133,19 @@ inline unsigned match(const Line* line, std::int64_t id) {
 
 // A miss ends at the first line nothing overflowed past; churn can leave none, so it also ends
 // after one round.
-inline std::int32_t probe(const StripeView* stripe, const Line* line, std::int64_t id) {
+inline const std::int32_t* probe_at(const StripeView* stripe, const Line* line, std::int64_t id) {
   for (std::uint32_t step = 0; step < stripe->count; ++step) {
     const unsigned hit = match(line, id);
-    if (hit != 0) return line->rows[__builtin_ctz(hit)];
-    if ((line->meta >> 8) == 0) return kNoRow;
+    if (hit != 0) return &line->rows[__builtin_ctz(hit)];
+    if ((line->meta >> 8) == 0) return nullptr;
     if (++line == stripe->lines + stripe->count) line = stripe->lines;
   }
-  return kNoRow;
+  return nullptr;
+}
+
+inline std::int32_t probe(const StripeView* stripe, const Line* line, std::int64_t id) {
+  const std::int32_t* const row = probe_at(stripe, line, id);
+  return row == nullptr ? kNoRow : *row;
 }
 
 }  // namespace

@@ -32,18 +32,15 @@ void KeptRows::share(const PreImages& images) {
 }
 
 void KeptRows::leave(const PreImages& images) {
-  const std::lock_guard guard(mutex_);
   for (std::size_t k = 0; k < others_; ++k) {
     if (shared_[k].images.get() == &images && !shared_[k].needed) shared_[k].images.reset();
   }
 }
 
-std::vector<KeptRows::Source> KeptRows::sources() const {
-  const std::lock_guard guard(mutex_);
-  std::vector<Source> found;
+std::vector<const KeptRows::Shared*> KeptRows::sources() const {
+  std::vector<const Shared*> found;
   for (std::size_t k = 0; k < others_; ++k) {
-    const Shared& one = shared_[k];
-    if (one.needed) found.push_back(Source{one.images, one.clock, one.runs});
+    if (shared_[k].needed) found.push_back(&shared_[k]);
   }
   return found;
 }
@@ -51,17 +48,17 @@ std::vector<KeptRows::Source> KeptRows::sources() const {
 void KeptRows::visit(FairLock& lock, int table, std::uint64_t first, std::uint64_t last,
                      const PreImages::Visit& visit) const {
   images_->visit(lock, table, first, last, 0, visit);
-  for (const Source& source : sources()) {
+  for (const Shared* source : sources()) {
     const auto own = [&](const PreImage& image, const char* weights, const char* state) {
-      if (stamped(image.version) && !earlier(image.clock, source.clock)) visit(image, weights, state);
+      if (stamped(image.version) && !earlier(image.clock, source->clock)) visit(image, weights, state);
     };
-    source.images->visit(lock, table, first, last, source.runs, own);
+    source->images->visit(lock, table, first, last, source->runs, own);
   }
 }
 
 void KeptRows::check() const {
   images_->check();
-  for (const Source& source : sources()) source.images->check();
+  for (const Shared* source : sources()) source->images->check();
 }
 
 bool OpenSnapshots::close(const KeptRows& rows) {

@@ -9,7 +9,6 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "threads.h"
@@ -45,7 +44,7 @@ class KeptRows {
   void visit(FairLock& lock, int table, std::uint64_t first, std::uint64_t last,
              const PreImages::Visit& visit) const;
   void check() const;  // throws std::runtime_error when a copy was lost
-  PreImageStats stats() const { return images_->stats(); }  // of the copies that it made
+  const PreImages& images() const { return *images_; }  // the copies that it made
 
  private:
   friend class OpenSnapshots;
@@ -55,15 +54,10 @@ class KeptRows {
     std::size_t runs = 0;               // written by then
     std::atomic<bool> needed{false};    // there is a copy of this one's rows
   };
-  struct Source {
-    std::shared_ptr<PreImages> images;
-    std::uint32_t clock;
-    std::size_t runs;
-  };
-
   void share(const PreImages& images);  // a copy of a row of this one goes there
   void leave(const PreImages& images);  // whose snapshot is closed
-  std::vector<Source> sources() const;  // that hold copies of others
+  // Those that hold copies of others: of one that is needed nothing changes any more.
+  std::vector<const Shared*> sources() const;
 
   const std::uint32_t since_, span_;
   OpenSnapshots& open_;
@@ -73,8 +67,6 @@ class KeptRows {
   static constexpr std::size_t kMostOthers = 7;
   std::array<Shared, kMostOthers> shared_;
   std::size_t others_ = 0;
-  mutable std::mutex mutex_;  // whether there are images in shared_
-  ForkHook hook_{this, [](void* self) noexcept { renew(static_cast<KeptRows*>(self)->mutex_); }};
 };
 
 // Those of a shard, oldest first. All methods run under its exclusive lock, keep() from

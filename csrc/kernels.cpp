@@ -1,7 +1,5 @@
 #include "kernels.h"
 
-#include "instruction_set.h"
-
 namespace shoal {
 
 extern const Kernels kernels_generic;
@@ -23,14 +21,6 @@ const Kernels& kernels() {
     return &kernels_generic;
   }();
   return *best;
-}
-
-const char* instruction_set() {
-#ifdef SHOAL_X86
-  if (&kernels() == &kernels_avx512) return "avx512";
-  if (&kernels() == &kernels_avx2) return "avx2";
-#endif
-  return "generic";
 }
 
 }  // namespace shoal

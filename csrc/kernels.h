@@ -122,6 +122,7 @@ struct ApplyJob {
 };
 
 struct Kernels {
+  const char* instruction_set;  // "avx512", "avx2" or "generic"
   // `absent`, unless null, gets the id at each position that has no row: the ids may change.
   void (*probe)(const IndexView&, const std::int64_t* ids, std::int64_t n, std::int32_t* rows,
                 std::int64_t* absent);
@@ -142,8 +143,7 @@ struct Kernels {
   std::size_t (*find_between)(const std::uint32_t* versions, std::size_t n, std::uint32_t from,
                               std::uint32_t to, std::uint32_t* places);
   // The largest absolute value; infinity where one is not a number.
-  double (*largest32)(const float*, std::int64_t n);
-  double (*largest64)(const double*, std::int64_t n);
+  double (*largest)(const void*, std::int64_t n, bool wide);
   // Four blake2b states over one block each; see text_hash_impl.h.
   void (*blake_blocks)(std::uint64_t* state, const std::uint64_t* words,
                        const std::uint64_t* counts, const std::uint64_t* last, bool brief);

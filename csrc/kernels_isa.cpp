@@ -8,16 +8,6 @@
 
 #include "kernels.h"
 
-namespace shoal {
-namespace {
-inline std::size_t row_size(const RowView& v) {
-  const auto d = static_cast<std::size_t>(v.dim);
-  if (v.dtype == DType::i8) return d + 4;
-  return d * (v.dtype == DType::f64 ? 8U : v.dtype == DType::f32 ? 4U : 2U);
-}
-}  // namespace
-}  // namespace shoal
-
 #include "gather_impl.h"
 #include "apply_impl.h"
 #include "text_hash_impl.h"
@@ -46,19 +36,17 @@ void init_rows(const TableView& t, const std::int64_t* ids, const std::int32_t* 
                std::int64_t n, StepParams step, bool large) {
   const RowView v = t.rows;
   const RowMaker maker{t.segments, t.n_segments, t.key, t.first_column};
-  const std::size_t weight_bytes = row_size(v);
-  const std::size_t real = is_double(t) ? 8 : 4;
-  const std::size_t state_bytes = static_cast<std::size_t>(v.state_width) * real;
+  const std::size_t row_weights = weight_bytes(v), row_state = state_bytes(v);
   // New rows follow each other: whole ones fill whole lines, which need not be read first.
-  const bool stream = large && v.dtype == DType::f32 && n > 0 && weight_bytes % 64 == 0 &&
+  const bool stream = large && v.dtype == DType::f32 && n > 0 && row_weights % 64 == 0 &&
                       v.weight_stride == v.state_stride &&
                       streamable(weight_row(v, static_cast<std::uint32_t>(numbers[0])),
                                  v.weight_stride);
   const bool direct = v.dtype == DType::f32 && !stream;
-  const std::size_t rest = stream ? v.weight_stride - weight_bytes : state_bytes;
+  const std::size_t rest = stream ? v.weight_stride - row_weights : row_state;
   // One state row, then eight rows of values for tables that do not get them in place.
-  const std::size_t room = (std::max(rest, state_bytes) + 127) & ~std::size_t{63};
-  std::vector<char> scratch(room + (direct ? 0 : kPhiloxLanes * weight_bytes * 4));
+  const std::size_t room = (std::max(rest, row_state) + 127) & ~std::size_t{63};
+  std::vector<char> scratch(room + (direct ? 0 : kPhiloxLanes * row_weights * 4));
   if (is_double(t)) {
     fill_state(t, reinterpret_cast<double*>(scratch.data()));
   } else {
@@ -84,11 +72,11 @@ void init_rows(const TableView& t, const std::int64_t* ids, const std::int32_t* 
       const BlockView& block = *blocks[l];
       char* const weights = block.weights + row * v.weight_stride;
       if (stream) {
-        stream_bytes(weights, reinterpret_cast<const char*>(rows[l]), weight_bytes);
-        stream_bytes(weights + weight_bytes, scratch.data(), rest);
+        stream_bytes(weights, reinterpret_cast<const char*>(rows[l]), row_weights);
+        stream_bytes(weights + row_weights, scratch.data(), rest);
       } else {
         if (!direct) store_nearest(v.dtype, rows[l], weights, v.dim);
-        copy_row(block.state + row * v.state_stride, scratch.data(), state_bytes);
+        copy_bytes(block.state + row * v.state_stride, scratch.data(), row_state);
       }
       reinterpret_cast<std::int64_t*>(block.ids)[row] = lane_ids[l];
       reinterpret_cast<std::uint32_t*>(block.versions)[row] = step.version;
@@ -101,7 +89,7 @@ void init_rows(const TableView& t, const std::int64_t* ids, const std::int32_t* 
 
 // Bits of absolute values compare as the values do, and those of NaN are above infinity's.
 template <class T, class Bits>
-double largest(const T* x, std::int64_t n) {
+double largest_as(const T* x, std::int64_t n) {
   constexpr Bits kSize = std::numeric_limits<Bits>::max();
   Bits lanes[16] = {};
   std::int64_t i = 0;
@@ -175,18 +163,20 @@ std::size_t find_between(const std::uint32_t* versions, std::size_t n, std::uint
   return found;
 }
 
-double largest32(const float* x, std::int64_t n) { return largest<float, std::int32_t>(x, n); }
-double largest64(const double* x, std::int64_t n) { return largest<double, std::int64_t>(x, n); }
+double largest(const void* x, std::int64_t n, bool wide) {
+  return wide ? largest_as<double, std::int64_t>(static_cast<const double*>(x), n)
+              : largest_as<float, std::int32_t>(static_cast<const float*>(x), n);
+}
 
 }  // namespace
 
-#define SHOAL_JOIN(a, b) a##b
-#define SHOAL_NAME(isa) SHOAL_JOIN(kernels_, isa)
+#define SHOAL_KERNELS(isa, ...)      \
+  extern const Kernels kernels_##isa; \
+  const Kernels kernels_##isa = {#isa, __VA_ARGS__};
+#define SHOAL_KERNELS_OF(isa, ...) SHOAL_KERNELS(isa, __VA_ARGS__)
 
-extern const Kernels SHOAL_NAME(SHOAL_ISA);
-const Kernels SHOAL_NAME(SHOAL_ISA) = {
-    probe_ids, find_copy, gather, apply, sum, init_rows,
-    find_between, largest32, largest64, blake_blocks,
-};
+SHOAL_KERNELS_OF(
+    SHOAL_ISA, probe_ids, find_copy, gather, apply, sum, init_rows,
+    find_between, largest, blake_blocks)
 
 }  // namespace shoal

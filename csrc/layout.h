@@ -40,13 +40,6 @@ struct Segment {
   RetrieverParams retriever;
 };
 
-// Of the weights of a row.
-inline std::size_t row_bytes(DType dtype, int dim) {
-  const auto d = static_cast<std::size_t>(dim);
-  if (dtype == DType::i8) return d + 4;
-  return d * (dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2);
-}
-
 // Rows live in blocks that never move. Block 0 holds 2^first rows, the next ones double until
 // 2^chunk rows, all later ones hold 2^chunk: small tables stay small, large ones need few blocks.
 struct Geometry {
@@ -80,7 +73,27 @@ struct RowView {
   DType dtype = DType::f32;
 };
 
+// Rows as they are handed in and out: a value a row, and rows of weights as stored and of state.
+// No state: without it.
+struct RowColumns {
+  std::int64_t *ids, *versions, *seen_s, *counts;
+  char *weights, *state;
+};
+
 namespace {
+
+// Of a value to be read or of state.
+inline std::size_t real_bytes(DType dtype) { return dtype == DType::f64 ? 8 : 4; }
+
+// Of the weights and the state of a row.
+inline std::size_t weight_bytes(const RowView& v) {
+  const auto d = static_cast<std::size_t>(v.dim);
+  if (v.dtype == DType::i8) return d + 4;
+  return d * (v.dtype == DType::f64 ? 8 : v.dtype == DType::f32 ? 4 : 2);
+}
+inline std::size_t state_bytes(const RowView& v) {
+  return static_cast<std::size_t>(v.state_width) * real_bytes(v.dtype);
+}
 
 inline int block_of(const Geometry& g, std::uint32_t row) {
   const std::uint32_t high = row >> g.chunk;

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -27,6 +28,13 @@ struct Shares {
 // Shares of about `size` items each, at least one.
 inline Shares shares_of(std::int64_t items, std::int64_t size) {
   return Shares{items, std::max<std::int64_t>(1, items / std::max<std::int64_t>(1, size))};
+}
+
+// Items before each list of so many, and in all.
+inline std::vector<std::int64_t> splits_of(const std::vector<std::int64_t>& counts) {
+  std::vector<std::int64_t> splits(counts.size() + 1, 0);
+  std::partial_sum(counts.begin(), counts.end(), splits.begin() + 1);
+  return splits;
 }
 
 // The first non-negative one, or -1.

@@ -2,6 +2,7 @@
 // Copies and sums of rows, for loops that move memory.
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "stream.h"
 
@@ -12,18 +13,27 @@ namespace {
 // reads its line first.
 constexpr std::size_t kStreamBytes = std::size_t{16} << 20;
 
-inline void copy_bytes(char* to, const char* from, std::size_t bytes) {
+template <std::size_t kBytes>
+using Bytes = std::integral_constant<std::size_t, kBytes>;
+
+// Calls visit(bytes) with the common row widths as constants, so that a loop inlines its copies.
+template <class Visit>
+inline auto with_bytes(std::size_t bytes, const Visit& visit) {
   switch (bytes) {
-    case 0: return;  // there may be no address
-    case 4: __builtin_memcpy(to, from, 4); break;
-    case 8: __builtin_memcpy(to, from, 8); break;
-    case 16: __builtin_memcpy(to, from, 16); break;
-    case 32: __builtin_memcpy(to, from, 32); break;
-    case 64: __builtin_memcpy(to, from, 64); break;
-    case 128: __builtin_memcpy(to, from, 128); break;
-    case 256: __builtin_memcpy(to, from, 256); break;
-    default: __builtin_memcpy(to, from, bytes);
+    case 4: return visit(Bytes<4>{});
+    case 8: return visit(Bytes<8>{});
+    case 16: return visit(Bytes<16>{});
+    case 32: return visit(Bytes<32>{});
+    case 64: return visit(Bytes<64>{});
+    case 128: return visit(Bytes<128>{});
+    case 256: return visit(Bytes<256>{});
+    default: return visit(bytes);
   }
+}
+
+inline void copy_bytes(char* to, const char* from, std::size_t bytes) {
+  if (bytes == 0) return;  // there may be no address
+  with_bytes(bytes, [=](auto width) { __builtin_memcpy(to, from, width); });
 }
 
 inline bool streams(const void* to, std::size_t row_bytes, std::size_t total_bytes) {

@@ -1,37 +1,38 @@
 #include "ops_ids_by_shard.h"
 
 #include <algorithm>
-#include <numeric>
-#include <utility>
 
 #include "ops_buckets.h"
 
 namespace shoal {
 
-FusedReorder::FusedReorder(IdLists lists, std::int64_t num_shards, ShardRule rule,
-                           const std::int64_t* shards, std::int64_t* offsets, int threads)
-    : lists_(std::move(lists)),
+FusedReorder::FusedReorder(const std::vector<const std::int64_t*>& id_lists,
+                           const std::vector<std::int64_t>& lengths,
+                           const std::vector<std::int64_t>& dims, std::int64_t num_shards,
+                           ShardRule rule, const std::int64_t* shards, std::int64_t* offsets,
+                           int threads)
+    : ids_(id_lists),
+      lengths_(lengths),
+      dims_(dims),
       num_shards_(num_shards),
       rule_(rule),
       shards_(shards),
       offsets_(offsets),
       threads_(std::max(threads, 1)),
-      starts_(lists_.ids.size() + 1, 0),
-      found_(lists_.ids.size()),
-      sizes_(lists_.ids.size() * static_cast<std::size_t>(num_shards), 0),
+      starts_(splits_of(lengths)),
+      found_(ids_.size()),
+      sizes_(ids_.size() * static_cast<std::size_t>(num_shards), 0),
       rows_(sizes_.size()),
       floats_(sizes_.size()),
-      distinct_(static_cast<std::size_t>(std::accumulate(
-          lists_.lengths.begin(), lists_.lengths.end(), std::int64_t{0})) + lists_.ids.size()),
+      distinct_(static_cast<std::size_t>(starts_.back()) + ids_.size()),
       owners_(distinct_.size()) {
-  const std::size_t k_lists = lists_.ids.size();
-  std::partial_sum(lists_.lengths.begin(), lists_.lengths.end(), starts_.begin() + 1);
+  const std::size_t k_lists = ids_.size();
   if (rule_ == ShardRule::given) bad_ = first_bad_shard();
   if (bad_ != kGood) return;
   std::int64_t longest = 0;
   for (std::size_t k = 0; k < k_lists; ++k) {
     if (small(k)) {
-      longest = std::max(longest, lists_.lengths[k]);
+      longest = std::max(longest, lengths_[k]);
     } else {
       dedup_list(k, nullptr);  // uses all threads itself
     }
@@ -50,14 +51,14 @@ FusedReorder::FusedReorder(IdLists lists, std::int64_t num_shards, ShardRule rul
       rows_[group] = unique_;
       floats_[group] = float_at;
       unique_ += sizes_[group];
-      float_at += sizes_[group] * lists_.dims[k];
+      float_at += sizes_[group] * dims_[k];
     }
   }
 }
 
 // Looked for before anything is written, so that a bad one leaves the caller's offsets as they were.
 std::int64_t FusedReorder::first_bad_shard() const {
-  const auto k_lists = static_cast<std::int64_t>(lists_.ids.size());
+  const auto k_lists = static_cast<std::int64_t>(ids_.size());
   return over_shares({k_lists, k_lists}, threads_, [&](std::int64_t k, std::int64_t, std::int64_t) {
     const auto list = static_cast<std::size_t>(k);
     for (std::int64_t i = starts_[list]; i < starts_[list + 1]; ++i) {
@@ -70,14 +71,14 @@ std::int64_t FusedReorder::first_bad_shard() const {
 }
 
 void FusedReorder::dedup_list(std::size_t list, std::uint32_t* slots) {
-  const std::int64_t n = lists_.lengths[list];
+  const std::int64_t n = lengths_[list];
   Distinct* const distinct = distinct_.data() + starts_[list] + list;
   std::int64_t* const inverse = offsets_ + starts_[list];
   if (slots != nullptr) {
-    found_[list] = dedup_span(lists_.ids[list], n, slots, distinct, inverse);
+    found_[list] = dedup_span(ids_[list], n, slots, distinct, inverse);
     return;
   }
-  const auto dedup = Dedup::of(lists_.ids[list], n, inverse, threads_);
+  const auto dedup = Dedup::of(ids_[list], n, inverse, threads_);
   found_[list] = dedup->unique();
   const Scratch<std::int64_t> ids(static_cast<std::size_t>(found_[list]));
   const Scratch<std::int64_t> counts(static_cast<std::size_t>(found_[list]));
@@ -118,7 +119,7 @@ void FusedReorder::place(std::size_t list, std::int64_t* ids, std::int64_t* coun
   const std::uint32_t* const owners = owners_.data() + starts_[list] + list + 1;
   std::int64_t* const rows = &rows_[list * static_cast<std::size_t>(num_shards_)];
   std::int64_t* const floats = &floats_[list * static_cast<std::size_t>(num_shards_)];
-  const std::int64_t dim = lists_.dims[list];
+  const std::int64_t dim = dims_[list];
   for (std::int64_t u = 0; u < found_[list]; ++u) {
     const std::uint32_t shard = owners[u];
     const std::int64_t row = rows[shard]++;
@@ -130,7 +131,7 @@ void FusedReorder::place(std::size_t list, std::int64_t* ids, std::int64_t* coun
 }
 
 void FusedReorder::write(std::int64_t* ids, std::int64_t* counts, std::int64_t* sizes) {
-  const std::size_t k_lists = lists_.ids.size();
+  const std::size_t k_lists = ids_.size();
   for (std::size_t k = 0; k < k_lists; ++k) {
     for (std::size_t s = 0; s < static_cast<std::size_t>(num_shards_); ++s) {
       sizes[s * k_lists + k] = sizes_[k * static_cast<std::size_t>(num_shards_) + s];
@@ -147,7 +148,7 @@ void FusedReorder::write(std::int64_t* ids, std::int64_t* counts, std::int64_t* 
   });
   for (std::size_t list = 0; list < k_lists; ++list) {
     if (small(list)) continue;
-    over_shares({lists_.lengths[list], threads_}, threads_,
+    over_shares({lengths_[list], threads_}, threads_,
                 [&](std::int64_t, std::int64_t begin, std::int64_t end) {
                   map(list, starts_[list] + begin, starts_[list] + end);
                   return kGood;

@@ -9,18 +9,15 @@
 
 namespace shoal {
 
-struct IdLists {
-  std::vector<const std::int64_t*> ids;  // [K]
-  std::vector<std::int64_t> lengths;     // [K]
-  std::vector<std::int64_t> dims;        // [K]: width of a row of each list's table
-};
-
 // Distinct ids of each of K lists, grouped by shard, then by list, in order of first appearance.
 // Known once it exists: unique(), and bad(): kGood, or the first position (over all lists) whose
 // given shard is not in [0, num_shards); nothing is written then. offsets [N] is the caller's.
 class FusedReorder {
  public:
-  FusedReorder(IdLists lists, std::int64_t num_shards, ShardRule rule, const std::int64_t* shards,
+  // [K]: ids, their number, and the width of a row of each list's table.
+  FusedReorder(const std::vector<const std::int64_t*>& ids,
+               const std::vector<std::int64_t>& lengths, const std::vector<std::int64_t>& dims,
+               std::int64_t num_shards, ShardRule rule, const std::int64_t* shards,
                std::int64_t* offsets, int threads);
   std::int64_t unique() const { return unique_; }
   std::int64_t bad() const { return bad_; }
@@ -32,9 +29,10 @@ class FusedReorder {
   void dedup_list(std::size_t list, std::uint32_t* slots);
   void shard_list(std::size_t list);
   void place(std::size_t list, std::int64_t* ids, std::int64_t* counts);
-  bool small(std::size_t list) const { return dedup_alone(lists_.lengths[list], threads_); }
+  bool small(std::size_t list) const { return dedup_alone(lengths_[list], threads_); }
 
-  IdLists lists_;
+  std::vector<const std::int64_t*> ids_;
+  std::vector<std::int64_t> lengths_, dims_;
   std::int64_t num_shards_;
   ShardRule rule_;
   const std::int64_t* shards_;

@@ -110,11 +110,11 @@ struct Forward {
       if (count == 0) {
         zero_floats(pooled, width);
       } else if (feature.pooling == kMean && count > 1) {
-        const Shared<T> scale{T(1) / static_cast<T>(count)};
-        pool_rows(rows + at, count, feature.low, feature.high, scale, out);
+        const T factor = T(1) / static_cast<T>(count);
+        pool_rows<true>(rows + at, count, feature.low, feature.high, factor, out);
       } else {
-        const Divided<T> scale{feature.pooling == kDivided ? static_cast<T>(count) : T(1)};
-        pool_rows(rows + at, count, feature.low, feature.high, scale, out);
+        const T divisor = feature.pooling == kDivided ? static_cast<T>(count) : T(1);
+        pool_rows<false>(rows + at, count, feature.low, feature.high, divisor, out);
       }
     }
   }

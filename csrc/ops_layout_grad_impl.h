@@ -1,7 +1,6 @@
 #pragma once
 // The layout's backward pass: gradients of cells as rows, and sums of ids filed by row.
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -135,8 +134,8 @@ struct GradRows {
   }
 };
 
-// Ids filed under the stretch of addresses their row starts in, in order of feature, example and
-// id; then each stretch is zeroed and summed by one thread.
+// Gradients of ids filed under the stretches of addresses that their rows lie in, in order of
+// feature, example and id; then each stretch is zeroed and summed by one thread.
 template <class T>
 class FiledSum {
  public:
@@ -156,31 +155,26 @@ class FiledSum {
     pool.run(plan_.n_features, threads_, [&](std::int64_t f, int) {
       if (grads_.works(f)) grads_.lay(f, 0, index_.cells[f].count, laid_.get() + begin(f));
     });
-    const auto stretches = static_cast<std::size_t>(stretches_);
-    std::vector<std::atomic<std::int64_t>> reaches(stretches);  // ends of the last rows
     const auto route = [&](std::int64_t first, std::int64_t last, auto put) -> std::int64_t {
-      each_id(first, last, [&](std::int64_t address, const Filed& filed) {
-        const std::int64_t stretch = address >> shift_;
-        const std::int64_t end = address + plan_.features[filed.feature].high;
-        std::atomic<std::int64_t>& reach = reaches[static_cast<std::size_t>(stretch)];
-        std::int64_t known = reach.load(std::memory_order_relaxed);
-        while (known < end && !reach.compare_exchange_weak(known, end, std::memory_order_relaxed)) {
+      each_id(first, last, [&](std::int64_t address, Piece piece) {
+        for (std::int64_t left = piece.width; left > 0; left -= piece.width) {
+          const std::int64_t stretch = address >> shift_;
+          piece.width = std::min(left, ((stretch + 1) << shift_) - address);
+          put(stretch, piece);
+          address += piece.width;
+          piece.from += piece.width;
+          piece.to += piece.width;
         }
-        put(stretch, filed);
       });
       return -1;
     };
     const std::int64_t cells = plan_.n_features * index_.batch_sizes[0];
-    const auto parts = in_buckets<Filed>(cells, stretches_, threads_, route);
-    // Rows may reach beyond their stretch: the next one starts after them.
-    std::vector<std::int64_t> edges(stretches + 1, 0);
-    for (std::size_t s = 0; s < stretches; ++s) {
-      const std::int64_t own = static_cast<std::int64_t>(s + 1) << shift_;
-      edges[s + 1] = std::max({edges[s], reaches[s].load(), std::min(own, space_.end())});
-    }
+    const auto parts = in_buckets<Piece>(cells, stretches_, threads_, route);
     pool.run(stretches_, threads_, [&](std::int64_t s, int) {
-      space_.zero<T>(edges[static_cast<std::size_t>(s)], edges[static_cast<std::size_t>(s) + 1]);
-      for (const Filed* one = parts.begin(s); one < parts.begin(s + 1); ++one) add(*one);
+      space_.zero<T>(s << shift_, std::min((s + 1) << shift_, space_.end()));
+      for (const Piece* one = parts.begin(s); one < parts.begin(s + 1); ++one) {
+        add_floats(one->to, one->from, one->width);
+      }
     });
   }
 
@@ -188,11 +182,11 @@ class FiledSum {
   static constexpr std::int64_t kStretchBytes = 128 << 10;
   static constexpr std::int64_t kMostStretches = 4096;
 
-  struct Filed {
-    T* row;
-    std::int32_t feature;
-    std::int32_t step;  // of the cell, when firstn
-    std::int64_t cell;  // of the feature
+  // What one id passes on to a stretch.
+  struct Piece {
+    const T* from;
+    T* to;
+    std::int64_t width;
   };
 
   const GradRows<T>& grads_;
@@ -220,7 +214,7 @@ class FiledSum {
     }
   }
 
-  // Calls visit(address, filed) for the ids of cells [at, stop) that pass a gradient on.
+  // Calls visit(address, piece) for the ids of cells [at, stop) that pass a gradient on.
   template <class Visit>
   void each_id(std::int64_t at, std::int64_t stop, const Visit& visit) const {
     const std::int64_t size = index_.batch_sizes[0];
@@ -233,27 +227,20 @@ class FiledSum {
       const PlanFeature& feature = plan_.features[f];
       const LayoutCells& own = index_.cells[f];
       const std::int64_t last = std::min(to, own.count);  // a shared cell is example 0's
+      const std::int64_t width = feature.high - feature.low;
       for (std::int64_t b = from; b < last; ++b) {
         const std::int64_t start = index_.splits[own.first + b];
         std::int64_t end = index_.splits[own.first + b + 1];
         const bool first_n = feature.pooling == kFirstN;
         if (first_n) end = std::min(end, start + feature.length);
-        for (std::int64_t id = start; id < end; ++id) {
-          const auto step = static_cast<std::int32_t>(first_n ? id - start : 0);
+        const T* grad = laid_.get() + begin(f) + b * grads_.cell_floats(f);
+        for (std::int64_t id = start; id < end; ++id, grad += first_n ? width : 0) {
           const auto m = static_cast<std::size_t>(index_.buffers[id]);
-          visit(space_.begins[m] + index_.rows[id],
-                Filed{finder_.find(id, feature.high), static_cast<std::int32_t>(f), step, b});
+          visit(space_.begins[m] + index_.rows[id] + feature.low,
+                Piece{grad, finder_.find(id, feature.high) + feature.low, width});
         }
       }
     }
-  }
-
-  void add(const Filed& entry) const {
-    const PlanFeature& feature = plan_.features[entry.feature];
-    const std::int64_t width = feature.high - feature.low;
-    const std::int64_t steps = std::max<std::int64_t>(feature.length, 1);
-    const T* from = laid_.get() + begin(entry.feature) + (entry.cell * steps + entry.step) * width;
-    add_floats(entry.row + feature.low, from, width);
   }
 };
 

@@ -1,56 +1,25 @@
 #pragma once
 // What the layout's forward and backward passes share: rows by id, and short runs of floats.
+#include <algorithm>
 #include <cstddef>
 #include <cstring>
 
+#include "lanes.h"
 #include "ops_layout.h"
 #include "prefetch.h"
 
 namespace shoal {
 namespace {
 
-// Sixteen bytes at any address. Slices are a few floats wide: calls and loop prologues would cost
-// more than the copy. Where a run is no multiple of it, its last vector overlaps the one before.
-template <class T>
-struct Lanes {
-  typedef T Type __attribute__((vector_size(16)));
-  static constexpr std::int64_t kCount = 16 / sizeof(T);
-
-  static Type load(const T* from) {
-    Type value;
-    __builtin_memcpy(&value, from, 16);
-    return value;
-  }
-  static void store(T* to, Type value) { __builtin_memcpy(to, &value, 16); }
-};
-
-// kRun vectors, the last of which ends at n.
-template <class T, int kRun>
-inline void copy_run(T* to, const T* from, std::int64_t n) {
-  using V = Lanes<T>;
-  const std::int64_t last = n - V::kCount;
-  for (int k = 0; k + 1 < kRun; ++k) V::store(to + k * V::kCount, V::load(from + k * V::kCount));
-  V::store(to + last, V::load(from + last));
-}
-
+// Slices are a few floats wide: wider lanes would cost more branches than they save copies.
 template <class T>
 inline void copy_floats(T* to, const T* from, std::int64_t n) {
-  using V = Lanes<T>;
-  switch ((n + V::kCount - 1) / V::kCount) {
-    case 2: return copy_run<T, 2>(to, from, n);
-    case 3: return copy_run<T, 3>(to, from, n);
-    case 4: return copy_run<T, 4>(to, from, n);
-    case 5: return copy_run<T, 5>(to, from, n);
-    case 6: return copy_run<T, 6>(to, from, n);
-    case 8: return copy_run<T, 8>(to, from, n);
-    default: break;
-  }
-  if (n < V::kCount) {
-    for (std::int64_t i = 0; i < n; ++i) to[i] = from[i];
-    return;
-  }
-  for (std::int64_t i = 0; i + V::kCount <= n; i += V::kCount) V::store(to + i, V::load(from + i));
-  V::store(to + n - V::kCount, V::load(from + n - V::kCount));
+  const bool one = as_one<T>(n, [=]<int k>() {
+    Lanes<T, k> x;
+    x.load_row(from, n);
+    x.store_row(to, n);
+  });
+  if (!one) copy_columns<16>(to, from, n);
 }
 
 template <class T>
@@ -60,120 +29,67 @@ inline void zero_floats(T* to, std::int64_t n) {
 
 template <class T>
 inline void add_floats(T* to, const T* from, std::int64_t n) {
-  using V = Lanes<T>;
-  std::int64_t i = 0;
-  for (; i + V::kCount <= n; i += V::kCount) {
-    V::store(to + i, V::load(to + i) + V::load(from + i));
-  }
-  for (; i < n; ++i) to[i] += from[i];
+  over_columns<T, 16>(0, n, false, [=]<int k>(std::int64_t c) {
+    Lanes<T, k> sum, x;
+    sum.load(to + c);
+    x.load(from + c);
+    sum.add(x);
+    sum.store(to + c);
+  });
 }
 
 template <class T>
 inline void add_scaled(T* to, const T* from, T factor, std::int64_t n) {
-  using V = Lanes<T>;
-  std::int64_t i = 0;
-  for (; i + V::kCount <= n; i += V::kCount) {
-    V::store(to + i, V::load(to + i) + V::load(from + i) * factor);
-  }
-  for (; i < n; ++i) to[i] += from[i] * factor;
+  over_columns<T, 16>(0, n, false, [=]<int k>(std::int64_t c) {
+    Lanes<T, k> sum, x;
+    sum.load(to + c);
+    x.load(from + c);
+    x.multiply(factor);
+    sum.add(x);
+    sum.store(to + c);
+  });
 }
 
 // Adds `count` runs of n floats, `stride` apart, to `to`; sums stay in registers.
-template <class T, int kRun>
-inline void add_runs(T* to, const T* from, std::int64_t stride, std::int64_t count) {
-  using V = Lanes<T>;
-  typename V::Type sums[kRun];
-  for (int k = 0; k < kRun; ++k) sums[k] = V::load(to + k * V::kCount);
-  for (std::int64_t i = 0; i < count; ++i, from += stride) {
-    for (int k = 0; k < kRun; ++k) sums[k] += V::load(from + k * V::kCount);
-  }
-  for (int k = 0; k < kRun; ++k) V::store(to + k * V::kCount, sums[k]);
-}
-
 template <class T>
 inline void add_strided(T* to, const T* from, std::int64_t stride, std::int64_t count,
                         std::int64_t n) {
-  using V = Lanes<T>;
-  std::int64_t i = 0;
-  for (; i + 4 * V::kCount <= n; i += 4 * V::kCount) {
-    add_runs<T, 4>(to + i, from + i, stride, count);
-  }
-  for (; i + V::kCount <= n; i += V::kCount) add_runs<T, 1>(to + i, from + i, stride, count);
-  for (; i < n; ++i) {
-    T sum = to[i];
-    for (std::int64_t k = 0; k < count; ++k) sum += from[k * stride + i];
-    to[i] = sum;
-  }
-}
-
-constexpr std::int64_t kMostVectors = 8;
-
-// Mean of rows: their sum over a number, or every row times a factor first.
-template <class T>
-struct Divided {
-  T divisor;
-  template <class X>
-  X row(X x) const { return x; }
-  template <class X>
-  X sum(X x) const { return divisor == T(1) ? x : x / divisor; }
-};
-template <class T>
-struct Shared {
-  T factor;
-  template <class X>
-  X row(X x) const { return x * factor; }
-  template <class X>
-  X sum(X x) const { return x; }
-};
-
-// kRun vectors of columns of all rows, summed in registers; the last one ends at column `end`.
-template <class T, int kRun, class Scale>
-inline void pool_run(const T* const* rows, std::int64_t count, std::int64_t column,
-                     std::int64_t end, Scale scale, T* out) {
-  using V = Lanes<T>;
-  const std::int64_t last = end - V::kCount;
-  typename V::Type sums[kRun];
-  for (int k = 0; k < kRun; ++k) {
-    sums[k] = scale.row(V::load(rows[0] + (k + 1 < kRun ? column + k * V::kCount : last)));
-  }
-  for (std::int64_t j = 1; j < count; ++j) {
-    for (int k = 0; k < kRun; ++k) {
-      sums[k] += scale.row(V::load(rows[j] + (k + 1 < kRun ? column + k * V::kCount : last)));
+  over_columns<T>(0, n, false, [=]<int k>(std::int64_t c) {
+    Lanes<T, k> sum, x;
+    sum.load(to + c);
+    for (std::int64_t i = 0; i < count; ++i) {
+      x.load(from + i * stride + c);
+      sum.add(x);
     }
-  }
-  for (int k = 0; k < kRun; ++k) {
-    V::store(out + (k + 1 < kRun ? column + k * V::kCount : last), scale.sum(sums[k]));
-  }
+    sum.store(to + c);
+  });
 }
 
-// Scaled sum of columns [start, end) of count >= 1 rows, to the same columns of out.
-template <class T, class Scale>
+// Columns [start, end) of the sum of count >= 1 rows, to the same columns of out: every row times
+// `by`, or the sum over it.
+template <bool kEachRow, class T>
 inline void pool_rows(const T* const* rows, std::int64_t count, std::int64_t start,
-                      std::int64_t end, Scale scale, T* out) {
-  using V = Lanes<T>;
-  if (end - start < V::kCount) {
-    for (std::int64_t i = start; i < end; ++i) {
-      T sum = scale.row(rows[0][i]);
-      for (std::int64_t j = 1; j < count; ++j) sum += scale.row(rows[j][i]);
-      out[i] = scale.sum(sum);
+                      std::int64_t end, T by, T* out) {
+  constexpr std::int64_t kWidth = 16 / sizeof(T), kMost = 8 * kWidth;
+  const auto pool = [=]<int n>(std::int64_t at, std::int64_t width) {
+    Lanes<T, n> sum, x;
+    sum.load_row(rows[0] + at, width);
+    if constexpr (kEachRow) sum.multiply(by);
+    for (std::int64_t j = 1; j < count; ++j) {
+      x.load_row(rows[j] + at, width);
+      if constexpr (kEachRow) x.multiply(by);
+      sum.add(x);
     }
+    if constexpr (!kEachRow) sum.divide(by);
+    sum.store_row(out + at, width);
+  };
+  if (end - start < kWidth) {
+    for (std::int64_t i = start; i < end; ++i) pool.template operator()<1>(i, 1);
     return;
   }
-  for (std::int64_t at = start; at < end; at += kMostVectors * V::kCount) {
-    const std::int64_t vectors = (end - at + V::kCount - 1) / V::kCount;
-    switch (vectors) {
-      case 1: pool_run<T, 1>(rows, count, at, end, scale, out); break;
-      case 2: pool_run<T, 2>(rows, count, at, end, scale, out); break;
-      case 3: pool_run<T, 3>(rows, count, at, end, scale, out); break;
-      case 4: pool_run<T, 4>(rows, count, at, end, scale, out); break;
-      case 5: pool_run<T, 5>(rows, count, at, end, scale, out); break;
-      case 6: pool_run<T, 6>(rows, count, at, end, scale, out); break;
-      case 7: pool_run<T, 7>(rows, count, at, end, scale, out); break;
-      default: {
-        const std::int64_t full = at + kMostVectors * V::kCount;
-        pool_run<T, 8>(rows, count, at, full < end ? full : end, scale, out);
-      }
-    }
+  for (std::int64_t next = start; next < end; next += kMost) {
+    const std::int64_t at = std::min(next, end - kWidth), width = std::min(end - at, kMost);
+    as_one<T>(width, [=]<int n>() { pool.template operator()<n>(at, width); });
   }
 }
 

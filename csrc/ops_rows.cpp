@@ -101,28 +101,31 @@ void MatchTable::fill(std::int64_t bucket, const Entry* from, std::int64_t count
   }
 }
 
-// The array that holds a row: a coarse map of row numbers, then a step or two.
+// Where a row is: a coarse map of row numbers to arrays, then a step or two.
 class ArrayFinder {
  public:
-  explicit ArrayFinder(const RowArrays& arrays) : arrays_(arrays) {
-    while (arrays.rows() >> shift_ >= kCells) ++shift_;
+  ArrayFinder(const std::vector<const char*>& arrays, const std::vector<std::int64_t>& splits,
+              std::size_t row_bytes)
+      : arrays_(arrays), splits_(splits), row_bytes_(row_bytes) {
+    while (splits.back() >> shift_ >= kCells) ++shift_;
     std::size_t array = 0;
     for (std::int64_t cell = 0; cell < kCells; ++cell) {
-      while (array + 1 < arrays.data.size() && arrays.splits[array + 1] <= cell << shift_) ++array;
+      while (array + 1 < arrays.size() && splits[array + 1] <= cell << shift_) ++array;
       first_[cell] = array;
     }
   }
 
   const char* row(std::int64_t row) const {
     std::size_t array = first_[row >> shift_];
-    while (arrays_.splits[array + 1] <= row) ++array;
-    return arrays_.data[array] +
-           static_cast<std::size_t>(row - arrays_.splits[array]) * arrays_.row_bytes;
+    while (splits_[array + 1] <= row) ++array;
+    return arrays_[array] + static_cast<std::size_t>(row - splits_[array]) * row_bytes_;
   }
 
  private:
   static constexpr std::int64_t kCells = 256;
-  const RowArrays& arrays_;
+  const std::vector<const char*>& arrays_;
+  const std::vector<std::int64_t>& splits_;
+  std::size_t row_bytes_;
   int shift_ = 0;
   std::size_t first_[kCells];
 };
@@ -316,13 +319,14 @@ std::int64_t match_rows(const std::int64_t* ids, std::int64_t rows, const std::i
   });
 }
 
-std::int64_t gather_rows(const RowArrays& arrays, const std::int64_t* index, std::int64_t n,
-                         char* out, int threads) {
-  const std::size_t bytes = arrays.row_bytes;
-  const std::int64_t rows = arrays.rows();
-  const ArrayFinder finder(arrays);
+std::int64_t gather_rows(const std::vector<const char*>& arrays,
+                         const std::vector<std::int64_t>& counts, std::size_t bytes,
+                         const std::int64_t* index, std::int64_t n, char* out, int threads) {
+  const std::vector<std::int64_t> splits = splits_of(counts);
+  const std::int64_t rows = splits.back();
+  const ArrayFinder finder(arrays, splits, bytes);
   const bool stream = streams(out, bytes, static_cast<std::size_t>(n) * bytes);
-  const char* base = arrays.data.empty() ? nullptr : arrays.data[0];
+  const char* base = arrays.empty() ? nullptr : arrays[0];
   const auto one = [base, bytes](std::int64_t row) {
     return base + static_cast<std::size_t>(row) * bytes;
   };
@@ -337,7 +341,7 @@ std::int64_t gather_rows(const RowArrays& arrays, const std::int64_t* index, std
       return stream ? copy_rows(index, begin, end, rows, bytes, out, source, past)
                     : copy_rows(index, begin, end, rows, bytes, out, source, copy_bytes);
     };
-    const std::int64_t bad = arrays.data.size() == 1 ? run(one) : run(many);
+    const std::int64_t bad = arrays.size() == 1 ? run(one) : run(many);
     if (stream) end_stream();
     return bad;
   });

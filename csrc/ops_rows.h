@@ -11,18 +11,10 @@ namespace shoal {
 std::int64_t match_rows(const std::int64_t* ids, std::int64_t rows, const std::int64_t* query,
                         std::int64_t n, std::int64_t* index, int threads);
 
-// Rows of several arrays, numbered through: array s holds rows splits[s] .. splits[s+1]-1.
-struct RowArrays {
-  std::vector<const char*> data;
-  std::vector<std::int64_t> splits;
-  std::size_t row_bytes;
-
-  std::int64_t rows() const { return splits.back(); }
-};
-
-// out[i] = row index[i].
-std::int64_t gather_rows(const RowArrays& arrays, const std::int64_t* index, std::int64_t n,
-                         char* out, int threads);
+// out[i] = row index[i] of several arrays of `counts` rows, numbered through.
+std::int64_t gather_rows(const std::vector<const char*>& arrays,
+                         const std::vector<std::int64_t>& counts, std::size_t row_bytes,
+                         const std::int64_t* index, std::int64_t n, char* out, int threads);
 
 // out[r] = sum of grad[i] over all i with index[i] == r, in order of i.
 template <class T>

@@ -99,75 +99,52 @@ void sort_index(const SegmentIndex& in, std::int64_t* offsets, std::int64_t* ord
 
 // Rows [first, last) of the gradient. First position out of range, or -1.
 template <class T>
-struct SpreadIndex {
-  const SegmentTable& t;
-  SegmentMode mode;
-  std::int64_t first, last;
-  bool stream;
-  std::int64_t& bad;
-
-  bool allowed(std::int64_t segment) const { return segment >= 0 && segment < t.segments; }
-
-  T divisor(std::int64_t segment) const {
-    if (mode == SegmentMode::sum || mode == SegmentMode::l2) return T(1);
-    return divisor_of<T>(mode, t.offsets[segment + 1] - t.offsets[segment]);
-  }
-
-  // Gradient rows lie anywhere: they are asked for long before they are read. Forced inline: see
-  // prefetch.h.
-  __attribute__((always_inline)) void prefetch(std::int64_t i) const {
-    constexpr std::int64_t kAhead = 32;
-    if (i + kAhead >= last || !allowed(t.index[i + kAhead])) return;
-    const std::int64_t next = t.index[i + kAhead];
-    const auto width = t.dim * static_cast<std::int64_t>(sizeof(T));
-    prefetch_row(static_cast<const char*>(t.parts[0].data) + next * width, width);
-    if (t.norms != nullptr) {
-      prefetch_row(static_cast<const char*>(t.norms) + next * width, width);
-    }
-  }
-
-  // Whole rows of one block.
-  template <int n>
-  void operator()() const {
-    const T* grads = pointer<T>(t.parts[0].data);
-    T* out = pointer<T>(t.values) + first * t.dim;
-    for (std::int64_t i = first; i < last; ++i, out += t.dim) {
-      prefetch(i);
-      const std::int64_t segment = t.index[i];
-      if (!allowed(segment)) {
-        bad = i;
-        return;
-      }
-      Block<T, n> row;
-      row.load_row(grads + segment * t.dim, t.dim);
-      Finish<T>{divisor(segment), false}.apply(row);
-      row.store_row(out, t.dim, stream);
-    }
-  }
-
-  void any_rows() const {
-    std::vector<T> scratch(static_cast<std::size_t>(t.dim));
-    for (std::int64_t i = first; i < last; ++i) {
-      prefetch(i);
-      const std::int64_t segment = t.index[i];
-      if (!allowed(segment)) {
-        bad = i;
-        return;
-      }
-      const T* row = gradient_row<T>(t, segment, scratch.data());
-      spread_rows<T>(t, row, divisor(segment), i, 1, 0, t.dim, stream);
-    }
-  }
-};
-
-template <class T>
 std::int64_t spread_share(const SegmentTable& t, SegmentMode mode, std::int64_t first,
                           std::int64_t last) {
   const std::int64_t row_bytes = t.dim * static_cast<std::int64_t>(sizeof(T));
   const bool stream = may_stream(t.values, row_bytes, t.rows);
   std::int64_t bad = -1;
-  const SpreadIndex<T> spread{t, mode, first, last, stream, bad};
-  if (mode == SegmentMode::l2 || !as_one_block<T>(t.dim, spread)) spread.any_rows();
+  const auto allowed = [&t](std::int64_t segment) { return segment >= 0 && segment < t.segments; };
+  // Gradient rows lie anywhere: they are asked for long before they are read. Forced inline: see
+  // prefetch.h.
+  const auto ask = [&](std::int64_t i) __attribute__((always_inline)) {
+    constexpr std::int64_t kAhead = 32;
+    if (i + kAhead >= last || !allowed(t.index[i + kAhead])) return;
+    const std::int64_t next = t.index[i + kAhead] * row_bytes;
+    prefetch_row(static_cast<const char*>(t.parts[0].data) + next, row_bytes);
+    if (t.norms != nullptr) prefetch_row(static_cast<const char*>(t.norms) + next, row_bytes);
+  };
+  const bool divides = mode == SegmentMode::mean || mode == SegmentMode::sqrtn;
+  const auto each = [&](const auto& write) {
+    for (std::int64_t i = first; i < last; ++i) {
+      ask(i);
+      const std::int64_t segment = t.index[i];
+      if (!allowed(segment)) {
+        bad = i;
+        return;
+      }
+      const std::int64_t rows = divides ? t.offsets[segment + 1] - t.offsets[segment] : 1;
+      write(i, segment, divisor_of<T>(mode, rows));
+    }
+  };
+  const T* const grads = pointer<T>(t.parts[0].data);
+  T* const out = pointer<T>(t.values);
+  const std::int64_t dim = t.dim;
+  const bool narrow = mode != SegmentMode::l2 && as_one<T>(dim, [=, &each]<int n>() {
+    each([=](std::int64_t i, std::int64_t segment, T divisor) {
+      Lanes<T, n> row;
+      row.load_row(grads + segment * dim, dim);
+      row.divide(divisor);
+      row.store_row(out + i * dim, dim, stream);
+    });
+  });
+  if (!narrow) {
+    std::vector<T> scratch(static_cast<std::size_t>(dim));
+    each([&](std::int64_t i, std::int64_t segment, T divisor) {
+      const T* row = gradient_row<T>(t, segment, scratch.data());
+      spread_rows<T>(t, row, divisor, i, 1, 0, dim, stream);
+    });
+  }
   end_stream(stream);
   return bad;
 }

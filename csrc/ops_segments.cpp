@@ -47,7 +47,8 @@ std::vector<Task> plan(const std::vector<SegmentTable>& tables, bool is_double, 
     std::int64_t first = 0;
     for (std::int64_t cut = 1; cut <= cuts; ++cut) {
       const std::int64_t reach = work / cuts * cut;
-      const std::int64_t last = cut == cuts ? t.segments : std::max(first, segment_at(t, reach));
+      const std::int64_t last =
+          cut == cuts ? t.segments : std::max(first, segment_at(t.offsets, t.segments, reach));
       if (last == first) continue;
       add_tasks(tasks, t, {k, first, last, 0, t.dim}, 2 * (work / fair), 64 / element, threads);
       first = last;
@@ -80,55 +81,72 @@ BadPlace run_tasks(const std::vector<SegmentTable>& tables, SegmentMode mode, bo
   return {};
 }
 
+template <bool kRoot, class T, int n>
+void finish(Lanes<T, n>& sum, T divisor) {
+  if constexpr (kRoot) {
+    sum.root();
+  } else {
+    sum.divide(divisor);
+  }
+}
+
+// Adds the rows of a segment to zeros, a tile at a time; rows follow each other, or lie where the
+// order says.
 template <class T, bool kSquare, bool kOrdered>
-void reduce_one(const SegmentTable& t, const Task& task, std::int64_t segment,
-                const Finish<T>& finish, T* out, bool stream) {
-  const T* rows[kTile];
+void reduce_one(const SegmentTable& t, const Task& task, std::int64_t segment, T divisor, T* out,
+                bool stream) {
+  // Rows from this width on are read in an order of lanes that the hardware does not foresee: what
+  // lies this far ahead is fetched a line at a time.
+  constexpr std::int64_t kWideBytes = 512, kAheadBytes = 8192;
+  const T* listed[kTile];
+  const T* const* const rows = listed;
   const auto* values = static_cast<const T*>(t.values);
-  std::int64_t at = t.offsets[segment];
-  const std::int64_t start = at;
-  const std::int64_t stop = t.offsets[segment + 1];
+  const std::int64_t dim = t.dim, start = t.offsets[segment], stop = t.offsets[segment + 1];
+  const bool wide = !kOrdered && dim * static_cast<std::int64_t>(sizeof(T)) >= kWideBytes;
+  std::int64_t at = start;
   do {
     const std::int64_t count = std::min(kTile, stop - at);
     if constexpr (kOrdered) {
-      for (std::int64_t r = 0; r < count; ++r) rows[r] = values + t.order[at + r] * t.dim;
+      for (std::int64_t r = 0; r < count; ++r) listed[r] = values + t.order[at + r] * dim;
     }
-    const bool last = at + count == stop;
-    const T* first = values + at * t.dim;
-    const bool wide = !kOrdered && t.dim * static_cast<std::int64_t>(sizeof(T)) >= kWideBytes;
-    const ReduceTile<T, kSquare, kOrdered> tile{
-        first,
-        rows,
-        t.dim,
-        count,
-        at == start,
-        last ? &finish : nullptr,
-        out,
-        stream && last && at == start,
-        wide ? reinterpret_cast<const char*>(first) + kAheadBytes : nullptr};
-    for_blocks<T>(task.column, task.columns_end, at == start, tile);
+    const T* const first = values + at * dim;
+    const bool fresh = at == start, last = at + count == stop, past = stream && fresh && last;
+    const char* ahead = wide ? reinterpret_cast<const char*>(first) + kAheadBytes : nullptr;
+    over_columns<T>(task.column, task.columns_end, fresh, [=, &ahead]<int n>(std::int64_t c) {
+      Lanes<T, n> sum;
+      if (fresh) {
+        sum.zero();
+      } else {
+        sum.load(out + c);
+      }
+      const T* from = first + c;
+      for (std::int64_t r = 0; r < count; ++r, from += dim) {
+        if (n * sizeof(T) == 128 && ahead != nullptr) {
+          __builtin_prefetch(ahead, 0, 3);
+          __builtin_prefetch(ahead + 64, 0, 3);
+          ahead += 128;
+        }
+        Lanes<T, n> x;
+        x.load(kOrdered ? rows[r] + c : from);
+        if constexpr (kSquare) x.multiply(x);
+        sum.add(x);
+      }
+      if (last) finish<kSquare>(sum, divisor);
+      sum.store(out + c, past);
+    });
     at += count;
   } while (at < stop);
 }
 
-template <class T>
-struct CopyBlock {
-  const T* from;
-  T* to;
-  bool stream;
-  template <int n>
-  void operator()(std::int64_t c) const {
-    Block<T, n> block;
-    block.load(from + c);
-    block.store(to + c, stream);
-  }
-};
+template <class Visit>
+std::int64_t each_segment(const SegmentTable& t, const Task& task, const Visit& visit) {
+  return each_segment(t.offsets, t.rows, task.first, task.last, visit);
+}
 
 template <class T>
 void scatter_parts(const SegmentTable& t, std::int64_t segment, const T* row, bool stream) {
   for (const SegmentPart& part : t.parts) {
-    const CopyBlock<T> copy{row, pointer<T>(part.data) + segment * part.width, stream};
-    for_blocks<T>(0, part.width, true, copy);
+    copy_columns(pointer<T>(part.data) + segment * part.width, row, part.width, stream);
     row += part.width;
   }
 }
@@ -154,156 +172,92 @@ void prefetch_positions(const SegmentTable& t, std::int64_t& fetched, std::int64
   }
 }
 
-// Narrow rows, where a loop of its own for each width pays. `bad` is the first bad offset.
-template <class T, bool kSquare>
-struct ReduceNarrow {
-  const SegmentTable& t;
-  const Task& task;
-  SegmentMode mode;
-  T* scratch;  // a row, when there are several parts
-  bool stream;
-  std::int64_t& bad;
-
-  template <int n>
-  void operator()() const {
-    const auto* values = static_cast<const T*>(t.values);
-    T* out = pointer<T>(t.parts[0].data);
-    for (std::int64_t segment = task.first; segment < task.last; ++segment) {
-      if (!inside(t.offsets, segment, t.rows)) {
-        bad = segment + 1;
-        return;
-      }
-      const T* x = values + t.offsets[segment] * t.dim;
-      const T* const stop = values + t.offsets[segment + 1] * t.dim;
-      const std::int64_t count = t.offsets[segment + 1] - t.offsets[segment];
-      Block<T, n> sum;
-      sum.zero();
-      for (; x < stop; x += t.dim) {
-        Block<T, n> row;
-        row.load_row(x, t.dim);
-        if constexpr (kSquare) row.multiply(row);
-        sum.add(row);
-      }
-      Finish<T>{divisor_of<T>(mode, count), kSquare}.apply(sum);
-      if (scratch == nullptr) {
-        sum.store_row(out + segment * t.dim, t.dim, stream);
-      } else {
-        sum.store_row(scratch, t.dim, false);
-        scatter_parts(t, segment, scratch, stream);
-      }
-    }
-  }
-};
-
 template <class T, bool kSquare, bool kOrdered>
 std::int64_t reduce_task(const SegmentTable& t, const Task& task, SegmentMode mode) {
   const bool whole = t.parts.size() == 1;
-  std::vector<T> scratch(whole ? 0 : static_cast<std::size_t>(t.dim));
+  std::vector<T> parted(whole ? 0 : static_cast<std::size_t>(t.dim));
   const bool stream = may_stream_parts(t, sizeof(T));
+  T* const outs = pointer<T>(t.parts[0].data);
+  T* const scratch = parted.data();
+  const auto* const values = static_cast<const T*>(t.values);
+  const std::int64_t dim = t.dim;
   std::int64_t bad = -1;
-  const ReduceNarrow<T, kSquare> narrow{t,      task, mode, whole ? nullptr : scratch.data(),
-                                        stream, bad};
-  if (!kOrdered && as_one_block<T>(t.dim, narrow)) {
-    end_stream(stream);
-    return bad;
-  }
-  std::int64_t fetched = inside(t.offsets, task.first, t.rows) ? t.offsets[task.first] : t.rows;
-  for (std::int64_t segment = task.first; segment < task.last; ++segment) {
-    if (!inside(t.offsets, segment, t.rows)) return segment + 1;
-    const std::int64_t stop = t.offsets[segment + 1];
-    if constexpr (kOrdered) prefetch_positions<T>(t, fetched, stop);
-    T* out = whole ? pointer<T>(t.parts[0].data) + segment * t.dim : scratch.data();
-    const Finish<T> finish{divisor_of<T>(mode, stop - t.offsets[segment]), kSquare};
-    reduce_one<T, kSquare, kOrdered>(t, task, segment, finish, out, stream && whole);
-    if (!whole) scatter_parts(t, segment, out, stream);
+  // Narrow rows, where a loop of its own for each width pays.
+  const bool narrow = !kOrdered && as_one<T>(dim, [=, &t, &task, &bad]<int n>() {
+    bad = each_segment(t, task, [=, &t](auto segment, auto start, auto stop) {
+      const T* const end = values + stop * dim;
+      Lanes<T, n> sum;
+      sum.zero();
+      for (const T* x = values + start * dim; x < end; x += dim) {
+        Lanes<T, n> row;
+        row.load_row(x, dim);
+        if constexpr (kSquare) row.multiply(row);
+        sum.add(row);
+      }
+      finish<kSquare>(sum, divisor_of<T>(mode, stop - start));
+      sum.store_row(whole ? outs + segment * dim : scratch, dim, whole && stream);
+      if (!whole) scatter_parts(t, segment, scratch, stream);
+    });
+  });
+  if (!narrow) {
+    std::int64_t fetched = std::clamp<std::int64_t>(t.offsets[task.first], 0, t.rows);
+    bad = each_segment(t, task, [&](auto segment, auto start, auto stop) {
+      if constexpr (kOrdered) prefetch_positions<T>(t, fetched, stop);
+      T* const out = whole ? outs + segment * dim : scratch;
+      reduce_one<T, kSquare, kOrdered>(t, task, segment, divisor_of<T>(mode, stop - start), out,
+                                       stream && whole);
+      if (!whole) scatter_parts(t, segment, out, stream);
+    });
   }
   end_stream(stream);
-  return -1;
+  return bad;
 }
 
 template <class T>
-struct SpreadNarrow {
-  const SegmentTable& t;
-  const Task& task;
-  SegmentMode mode;
-  T* scratch;  // a row
-  bool stream;
-  std::int64_t& bad;
-
-  template <int n>
-  void operator()() const {
-    T* const values = pointer<T>(t.values);
-    for (std::int64_t segment = task.first; segment < task.last; ++segment) {
-      if (!inside(t.offsets, segment, t.rows)) {
-        bad = segment + 1;
-        return;
-      }
-      T* out = values + t.offsets[segment] * t.dim;
-      T* const stop = values + t.offsets[segment + 1] * t.dim;
-      const std::int64_t count = t.offsets[segment + 1] - t.offsets[segment];
-      Block<T, n> row;
-      row.load_row(gradient_row<T>(t, segment, scratch), t.dim);
-      Finish<T>{divisor_of<T>(mode, count), false}.apply(row);
-      for (; out < stop; out += t.dim) row.store_row(out, t.dim, stream);
-    }
-  }
-};
-
-// A block of columns in all rows of a segment: it is divided once, while the stores of the block
-// before are under way.
-template <class T>
-struct SpreadBlock {
-  const T* row;
-  T* out;
-  T divisor;
-  std::int64_t dim, count;
-  bool stream;
-
-  template <int n>
-  void operator()(std::int64_t c) const {
-    Block<T, n> value;
-    value.load(row + c);
-    if (divisor != T(1)) value.divide(divisor);
-    T* to = out + c;
-    for (std::int64_t r = 0; r < count; ++r, to += dim) value.store(to, stream);
-  }
-};
-
-template <class T>
 std::int64_t spread_task(const SegmentTable& t, const Task& task, SegmentMode mode) {
-  std::vector<T> scratch(static_cast<std::size_t>(t.dim));
-  const std::int64_t row_bytes = t.dim * static_cast<std::int64_t>(sizeof(T));
-  const bool stream = may_stream(t.values, row_bytes, t.rows);
+  std::vector<T> room(static_cast<std::size_t>(t.dim));
+  T* const scratch = room.data();
+  T* const values = pointer<T>(t.values);
+  const std::int64_t dim = t.dim, row_bytes = dim * static_cast<std::int64_t>(sizeof(T));
+  const bool stream = may_stream(values, row_bytes, t.rows);
   std::int64_t bad = -1;
-  const SpreadNarrow<T> narrow{t, task, mode, scratch.data(), stream, bad};
-  if (mode != SegmentMode::l2 && as_one_block<T>(t.dim, narrow)) {
-    end_stream(stream);
-    return bad;
-  }
+  const bool narrow = mode != SegmentMode::l2 && as_one<T>(dim, [=, &t, &task, &bad]<int n>() {
+    bad = each_segment(t, task, [=, &t](auto segment, auto start, auto stop) {
+      Lanes<T, n> row;
+      row.load_row(gradient_row<T>(t, segment, scratch), dim);
+      row.divide(divisor_of<T>(mode, stop - start));
+      T* const end = values + stop * dim;
+      for (T* out = values + start * dim; out < end; out += dim) row.store_row(out, dim, stream);
+    });
+  });
   const bool whole_lines =
-      row_bytes % 128 == 0 && reinterpret_cast<std::uintptr_t>(t.values) % 64 == 0;
-  for (std::int64_t segment = task.first; segment < task.last; ++segment) {
-    if (!inside(t.offsets, segment, t.rows)) return segment + 1;
-    const std::int64_t start = t.offsets[segment];
-    const std::int64_t stop = t.offsets[segment + 1];
-    if (start == stop) continue;
-    const T* row = gradient_row<T>(t, segment, scratch.data());
+      row_bytes % 128 == 0 && reinterpret_cast<std::uintptr_t>(values) % 64 == 0;
+  const auto one = [&](auto segment, auto start, auto stop) {
+    if (start == stop) return;
+    const T* row = gradient_row<T>(t, segment, scratch);
     const T divisor = divisor_of<T>(mode, stop - start);
-    if (whole_lines && t.inputs == nullptr && stop - start <= kTile) {
-      T* out = pointer<T>(t.values) + start * t.dim;
-      for_blocks<T>(task.column, task.columns_end, true,
-                    SpreadBlock<T>{row, out, divisor, t.dim, stop - start, stream});
-      continue;
+    const std::int64_t count = stop - start;
+    if (whole_lines && t.inputs == nullptr && count <= kTile) {
+      // Lanes in all rows: divided once, while the stores of those before are under way.
+      T* const out = values + start * dim;
+      over_columns<T>(task.column, task.columns_end, true, [=]<int n>(std::int64_t c) {
+        Lanes<T, n> value;
+        value.load(row + c);
+        value.divide(divisor);
+        T* to = out + c;
+        for (std::int64_t r = 0; r < count; ++r, to += dim) value.store(to, stream);
+      });
+      return;
     }
     if (divisor != T(1)) {
-      T* const to = scratch.data();
-      for (std::int64_t c = 0; c < t.dim; ++c) to[c] = row[c] / divisor;
-      row = to;
+      for (std::int64_t c = 0; c < dim; ++c) scratch[c] = row[c] / divisor;
+      row = scratch;
     }
-    spread_rows<T>(t, row, T(1), start, stop - start, task.column, task.columns_end, stream);
-  }
+    spread_rows<T>(t, row, T(1), start, count, task.column, task.columns_end, stream);
+  };
+  if (!narrow) bad = each_segment(t, task, one);
   end_stream(stream);
-  return -1;
+  return bad;
 }
 
 template <class T>

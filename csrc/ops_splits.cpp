@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "ops_buckets.h"
+#include "ops_copy.h"
 #include "ops_ids.h"
 
 namespace shoal {
@@ -11,11 +12,11 @@ namespace {
 constexpr std::int64_t kWorthThreads = std::int64_t{1} << 15;
 constexpr std::int64_t kRowsAhead = 16;
 
-// Moves rows [start, stop) of kBytes, 0: of any length; returns the first bad position or kGood.
-template <std::size_t kBytes, bool kTake>
+// Moves rows [start, stop); returns the first bad position or kGood.
+template <bool kTake, class Width>
 std::int64_t move_span(const char* rows, const std::int64_t* order, std::int64_t start,
-                       std::int64_t stop, std::int64_t n, std::size_t bytes, char* out) {
-  if constexpr (kBytes != 0) bytes = kBytes;
+                       std::int64_t stop, std::int64_t n, Width width, char* out) {
+  const std::size_t bytes = width;
   for (std::int64_t i = start; i < stop; ++i) {
     if (i + kRowsAhead < stop) {
       // An address beyond the rows is never read, only fetched in vain.
@@ -30,24 +31,6 @@ std::int64_t move_span(const char* rows, const std::int64_t* order, std::int64_t
     __builtin_memcpy(out + (kTake ? near : far), rows + (kTake ? far : near), bytes);
   }
   return kGood;
-}
-
-using Move = std::int64_t (*)(const char*, const std::int64_t*, std::int64_t, std::int64_t,
-                              std::int64_t, std::size_t, char*);
-
-template <bool kTake>
-Move mover(std::size_t bytes) {
-  switch (bytes) {
-    case 2: return move_span<2, kTake>;
-    case 4: return move_span<4, kTake>;
-    case 8: return move_span<8, kTake>;
-    case 16: return move_span<16, kTake>;
-    case 32: return move_span<32, kTake>;
-    case 64: return move_span<64, kTake>;
-    case 128: return move_span<128, kTake>;
-    case 256: return move_span<256, kTake>;
-    default: return move_span<0, kTake>;
-  }
 }
 
 }  // namespace
@@ -82,11 +65,13 @@ template std::int64_t partition(const std::int64_t*, std::int64_t, std::int64_t,
 
 std::int64_t move_rows(const char* rows, const std::int64_t* order, std::int64_t n,
                        std::size_t bytes, bool take, char* out, int threads) {
-  const Move move = take ? mover<true>(bytes) : mover<false>(bytes);
   const bool parallel = n * static_cast<std::int64_t>(bytes) >= kWorthThreads;
   const Shares shares{n, parallel ? std::min<std::int64_t>(n, threads * 4) : 1};
   return over_shares(shares, threads, [&](std::int64_t, std::int64_t begin, std::int64_t end) {
-    return move(rows, order, begin, end, n, bytes, out);
+    return with_bytes(bytes, [=](auto width) {
+      return take ? move_span<true>(rows, order, begin, end, n, width, out)
+                  : move_span<false>(rows, order, begin, end, n, width, out);
+    });
   });
 }
 

@@ -201,6 +201,19 @@ std::size_t PreImages::runs() const {
   return runs_.size();
 }
 
+void PreImages::put(const PreImage& image, const char* weights, const char* state,
+                    const RowColumns& to, std::size_t i) const {
+  const Form& form = forms_[image.table];
+  to.ids[i] = image.id;
+  to.versions[i] = image.version;
+  to.seen_s[i] = image.seen_s;
+  to.counts[i] = image.count;
+  std::memcpy(to.weights + i * form.weights, weights, form.weights);
+  if (to.state != nullptr && form.state > 0) {
+    std::memcpy(to.state + i * form.state, state, form.state);
+  }
+}
+
 void PreImages::work() {
   try {
     give_way();

@@ -65,6 +65,9 @@ class PreImages {
            std::uint32_t n) noexcept;
   bool failed() const { return failed_.load(std::memory_order_relaxed); }  // a copy was lost
   std::size_t runs() const;  // written so far
+  // A copy's row of the columns.
+  void put(const PreImage& image, const char* weights, const char* state, const RowColumns& to,
+           std::size_t i) const;
 
   // Calls visit(image, weights, state) for the table's copies with first <= hash <= last, those of
   // the first runs left out; takes the shard's lock for a moment. Throws std::runtime_error when the

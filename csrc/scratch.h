@@ -50,8 +50,8 @@ struct ItemLists {
 class PartScratch {
  public:
   ApplyScratch fit(std::uint32_t n, const RowView& rows, bool in_place) {
-    const std::size_t real = rows.dtype == DType::f64 ? 8 : 4;
-    const std::size_t stride = (static_cast<std::size_t>(rows.dim) * real + 63) & ~std::size_t{63};
+    const std::size_t bytes = static_cast<std::size_t>(rows.dim) * real_bytes(rows.dtype);
+    const std::size_t stride = (bytes + 63) & ~std::size_t{63};
     const std::size_t many = (std::size_t{n} + 15) & ~std::size_t{15};
     char* lists = lists_.fit(many * 32);
     const auto list = [&](std::size_t number) {

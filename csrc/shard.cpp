@@ -10,7 +10,8 @@ namespace {
 
 constexpr std::int64_t kChunk = 4096;  // ids a thread takes at a time
 
-std::size_t real_bytes(const Table& t) { return t.spec().dtype == DType::f64 ? 8 : 4; }
+// Of a row as it is read.
+std::size_t value_bytes(const Table& t) { return t.spec().dim * real_bytes(t.spec().dtype); }
 
 // Ranges of positions or bags of all groups, cut into pieces of at most kChunk.
 struct Piece {
@@ -72,14 +73,15 @@ void Shard::probe(const Groups& groups, std::int32_t* rows, std::int64_t* absent
   });
 }
 
-void Shard::find(const Groups& groups, void* const* outputs, std::uint8_t* found, int threads) {
+void Shard::find(const Groups& groups, const std::vector<void*>& outputs, std::uint8_t* found,
+                 int threads) {
   const ReadGuard guard(lock_);
   run_pieces(pieces_of(groups), groups.n, threads, [&](const Piece& piece, int) {
     const Table& table = tables_[groups.tables[piece.group]];
     const TableView view = table.view();
     const std::int64_t n = piece.stop - piece.start;
     const std::int64_t first = piece.start - groups.splits[piece.group];
-    const std::size_t bytes = static_cast<std::size_t>(view.rows.dim) * real_bytes(table);
+    const std::size_t bytes = value_bytes(table);
     char* out = static_cast<char*>(outputs[piece.group]) + first * bytes;
     if (view.plain) {
       kernels().find_copy(table.index().view(), view.rows, groups.ids + piece.start, n, out,
@@ -103,8 +105,7 @@ void Shard::gather_rows(const Groups& groups, const std::int32_t* rows, bool abs
                         const GatherArgs& args) const {
   std::size_t widest = 0;
   for (int g = 0; g < groups.count; ++g) {
-    const Table& t = tables_[groups.tables[g]];
-    widest = std::max(widest, 2 * t.spec().dim * real_bytes(t) + 64);
+    widest = std::max(widest, 2 * value_bytes(tables_[groups.tables[g]]) + 64);
   }
   std::vector<std::vector<char>> scratch(static_cast<std::size_t>(std::max(args.threads, 1)));
   const auto one = [&](int g, std::int64_t start, std::int64_t stop, int lane) {
@@ -167,6 +168,7 @@ void Shard::gather(const Ticket& ticket, const GatherArgs& args) {
 std::unique_ptr<Ticket> Shard::open(const Groups& groups, const std::int64_t* counts,
                                     StepParams step) {
   auto ticket = std::make_unique<Ticket>();
+  ticket->shard = this;
   ticket->rows.assign(static_cast<std::size_t>(groups.n), kNoRow);
   ticket->ids.reset(new std::int64_t[static_cast<std::size_t>(groups.n)]);  // written where absent
   ticket->splits.assign(groups.splits, groups.splits + groups.count + 1);
@@ -177,6 +179,10 @@ std::unique_ptr<Ticket> Shard::open(const Groups& groups, const std::int64_t* co
   const std::lock_guard guard(tickets_mutex_);
   tickets_.insert(ticket.get());
   return ticket;
+}
+
+Ticket::~Ticket() {
+  if (shard != nullptr) shard->end(*this);
 }
 
 void Shard::end(Ticket& ticket) {
@@ -211,21 +217,16 @@ bool Shard::pinned_table(int t) const {
 std::unique_ptr<Ticket> Shard::find_or_init(const Groups& groups, const std::int64_t* counts,
                                             bool admit_all, StepParams step, int threads) {
   std::unique_ptr<Ticket> ticket = open(groups, counts, step);
-  try {
-    std::uint64_t members = 0;
-    {
-      const ReadGuard guard(lock_);
-      members = membership_;
-      probe(groups, ticket->rows.data(), ticket->ids.get(), threads);
-    }
-    const auto absent = std::find(ticket->rows.begin(), ticket->rows.end(), kNoRow);
-    if (absent == ticket->rows.end()) return ticket;
-    const WriteGuard guard(lock_);
-    insert_missing(*ticket, members == membership_, admit_all, step, threads);
-  } catch (...) {  // rethrown once nothing is pinned any more
-    end(*ticket);
-    throw;
+  std::uint64_t members = 0;
+  {
+    const ReadGuard guard(lock_);
+    members = membership_;
+    probe(groups, ticket->rows.data(), ticket->ids.get(), threads);
   }
+  const auto absent = std::find(ticket->rows.begin(), ticket->rows.end(), kNoRow);
+  if (absent == ticket->rows.end()) return ticket;
+  const WriteGuard guard(lock_);
+  insert_missing(*ticket, members == membership_, admit_all, step, threads);
   return ticket;
 }
 
@@ -291,7 +292,7 @@ std::int64_t Shard::remove(const Groups& groups) {
 void Shard::write(const Groups& groups, Write mode, const void* const* values,
                   std::int32_t* status, StepParams step, int threads) {
   // Rows are found before they are written, so the ticket both pins and remembers them.
-  const Pinned ticket(*this, find_or_init(groups, nullptr, true, step, threads));
+  const std::unique_ptr<Ticket> ticket = find_or_init(groups, nullptr, true, step, threads);
   const WriteGuard guard(lock_);
   step.version = version_;
   std::vector<bool> fresh(static_cast<std::size_t>(groups.n), false);
@@ -312,7 +313,7 @@ void Shard::write(const Groups& groups, Write mode, const void* const* values,
         seen = LastSeen{std::max(before.seconds, step.event_time_s), before.count};
         continue;
       }
-      const std::size_t bytes = static_cast<std::size_t>(view.rows.dim) * real_bytes(table);
+      const std::size_t bytes = value_bytes(table);
       const char* value = static_cast<const char*>(values[g]) + (i - start) * bytes;
       table.write_row(row, value, mode == Write::add, step);
     }

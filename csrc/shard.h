@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <unordered_set>
 #include <vector>
 
@@ -17,6 +18,7 @@
 
 namespace shoal {
 
+class Shard;
 struct TableWork;
 struct Part;
 
@@ -36,8 +38,14 @@ struct Plan {
   bool adds = false;            // some slice sums into what another group wrote
 };
 
-// Rows of one lookup.
+// Rows of one lookup; ends with this at the latest.
 struct Ticket {
+  Ticket() = default;
+  Ticket(const Ticket&) = delete;
+  Ticket& operator=(const Ticket&) = delete;
+  ~Ticket();
+
+  Shard* shard = nullptr;  // which it belongs to
   std::vector<std::int32_t> rows;
   std::unique_ptr<std::int64_t[]> ids;  // at the positions that had no row when looked up
   std::vector<std::int64_t> splits;
@@ -64,18 +72,18 @@ struct GatherArgs {
 };
 
 struct GradArgs {
-  const Ticket* ticket;
+  Ticket* ticket;
   const Plan* plan;
   const std::int64_t* offsets;
   std::int64_t bags;
   const float* weights;
-  const void* const* grads;
+  std::vector<void*> grads;
   double scale;
-  const void* const* seen;  // per group, or null
+  std::vector<void*> seen;  // per group, or none
 };
 
 struct ApplyArgs {
-  std::vector<GradArgs> records;
+  std::vector<GradArgs*> records;
   std::vector<double> lrs;                // per table, per segment, in order
   StepParams step;
   int threads;
@@ -87,15 +95,13 @@ struct Sums {
   std::vector<char> sums;
 };
 
-class NonFiniteError : public std::exception {
- public:
-  const char* what() const noexcept override { return "a row's gradient is not finite"; }
+struct NonFiniteError : std::runtime_error {
+  NonFiniteError() : std::runtime_error("a row's gradient is not finite") {}
 };
 
 // A ticket was used after its end, or a table was to be cleared under one.
-class TicketStateError : public std::exception {
- public:
-  const char* what() const noexcept override { return "a ticket is not in the state needed"; }
+struct TicketStateError : std::runtime_error {
+  TicketStateError() : std::runtime_error("a ticket is not in the state needed") {}
 };
 
 // Rows of one table, copied out under the lock.
@@ -103,6 +109,10 @@ struct Exported {
   std::int64_t n = 0;
   std::vector<std::int64_t> ids, versions, seen, counts;
   std::vector<char> weights, state;
+
+  RowColumns columns() {
+    return {ids.data(), versions.data(), seen.data(), counts.data(), weights.data(), state.data()};
+  }
 };
 
 // What a consumer holds: all rows stamped up to `version` in this life of the shard.
@@ -126,13 +136,14 @@ class Shard {
   std::uint32_t close_version();
 
   // Rows of unpooled fp32/fp64 tables in one pass; other tables through the general path.
-  void find(const Groups& groups, void* const* outputs, std::uint8_t* found, int threads);
+  void find(const Groups& groups, const std::vector<void*>& outputs, std::uint8_t* found,
+            int threads);
   void find_pooled(const Groups& groups, GatherArgs args);
   std::unique_ptr<Ticket> find_or_init(const Groups& groups, const std::int64_t* counts,
                                        bool admit_all, StepParams step, int threads);
   void gather(const Ticket& ticket, const GatherArgs& args);
   void apply(const ApplyArgs& args);
-  std::vector<Sums> sum(const std::vector<GradArgs>& records);
+  std::vector<Sums> sum(const std::vector<GradArgs*>& records);
   // One step for ids that need no ticket; admission applies to those without a row.
   void apply_ids(const Groups& groups, const std::int64_t* counts, ApplyArgs args);
 
@@ -141,7 +152,7 @@ class Shard {
              StepParams step, int threads);
 
   Exported export_rows(int t, const std::int64_t* only);  // `only`: one id, or null for all
-  void load_rows(int t, const Table::Columns& rows, int threads);
+  void load_rows(int t, std::int64_t n, const RowColumns& rows, int threads);
   void expect(int t, std::int64_t rows);  // so many in all: memory for them, not yet touched
 
   // No cursor of this consumer starts below the version any more; deletions that no consumer wants go.
@@ -196,22 +207,6 @@ class Shard {
   std::unordered_set<Ticket*> tickets_;
   ItemLists lists_;                // scratch of apply and sum, guarded by the write lock
   std::vector<PartScratch> scratch_;  // one a lane
-};
-
-// Ends its ticket whatever happens.
-class Pinned {
- public:
-  Pinned(Shard& shard, std::unique_ptr<Ticket> ticket)
-      : shard_(shard), ticket_(std::move(ticket)) {}
-  Pinned(const Pinned&) = delete;
-  Pinned& operator=(const Pinned&) = delete;
-  ~Pinned() { shard_.end(*ticket_); }
-  Ticket* operator->() const { return ticket_.get(); }
-  Ticket* get() const { return ticket_.get(); }
-
- private:
-  Shard& shard_;
-  std::unique_ptr<Ticket> ticket_;
 };
 
 }  // namespace shoal

@@ -22,7 +22,7 @@ struct GradRange {
   std::size_t record;
 };
 
-std::vector<GradRange> ranges_of(const Shard& shard, const std::vector<GradArgs>& records) {
+std::vector<GradRange> ranges_of(const Shard& shard, const std::vector<GradArgs*>& records) {
   constexpr std::int64_t kRange = 1 << 18;
   std::vector<GradRange> ranges;
   std::size_t number = 0;
@@ -33,7 +33,7 @@ std::vector<GradRange> ranges_of(const Shard& shard, const std::vector<GradArgs>
     }
   };
   for (; number < records.size(); ++number) {
-    const GradArgs& record = records[number];
+    const GradArgs& record = *records[number];
     const Ticket& ticket = *record.ticket;
     const std::size_t outputs = record.plan == nullptr ? 0 : record.plan->widths.size();
     std::vector<bool> wide(outputs, false);
@@ -54,20 +54,15 @@ std::vector<GradRange> ranges_of(const Shard& shard, const std::vector<GradArgs>
   return ranges;
 }
 
-double largest(const void* data, std::int64_t n, bool wide) {
-  return wide ? kernels().largest64(static_cast<const double*>(data), n)
-              : kernels().largest32(static_cast<const float*>(data), n);
-}
-
 // True when no row's sum can be infinite or NaN, whichever rows the ids have: even all gradients
 // together, each as large as the largest, are far from the largest number. What is not sure has
 // to be summed to know. Throws for a gradient that is not finite, whether a row would take it or not.
-bool sums_surely_finite(const Shard& shard, const std::vector<GradArgs>& records, int threads) {
+bool sums_surely_finite(const Shard& shard, const std::vector<GradArgs*>& records, int threads) {
   const std::vector<GradRange> ranges = ranges_of(shard, records);
   std::vector<double> found(ranges.size());
   Pool::instance().run(static_cast<std::int64_t>(ranges.size()), threads,
                        [&](std::int64_t i, int) {
-                         found[i] = largest(ranges[i].data, ranges[i].n, ranges[i].wide);
+                         found[i] = kernels().largest(ranges[i].data, ranges[i].n, ranges[i].wide);
                        });
   std::vector<double> most(records.size(), 1.0);  // a factor may overflow where gradients are 0
   bool wide = true;
@@ -78,14 +73,14 @@ bool sums_surely_finite(const Shard& shard, const std::vector<GradArgs>& records
   }
   double total = 0;
   for (std::size_t r = 0; r < records.size(); ++r) {
-    const GradArgs& record = records[r];
+    const GradArgs& record = *records[r];
     const auto n = static_cast<std::int64_t>(record.ticket->rows.size());
     std::int64_t slices = 1;  // that read one column
     for (std::size_t g = 0; record.plan != nullptr && g < record.plan->pools.size(); ++g) {
       slices = std::max(slices, record.plan->pools[g].n_slices);
     }
     double factor = std::fabs(record.scale);
-    if (record.weights != nullptr) factor *= std::max(1.0, largest(record.weights, n, false));
+    if (record.weights != nullptr) factor *= std::max(1.0, kernels().largest(record.weights, n, false));
     total += most[r] * factor * static_cast<double>(n) * static_cast<double>(slices);
   }
   // A quarter: rounding may add to a sum as it grows.
@@ -95,7 +90,7 @@ bool sums_surely_finite(const Shard& shard, const std::vector<GradArgs>& records
 
 // Adds up the gradients of each id of a table in order of position, as a step would.
 template <class T>
-bool id_sums_finite(const Groups& groups, const void* const* grads, int table, int dim) {
+bool id_sums_finite(const Groups& groups, const std::vector<void*>& grads, int table, int dim) {
   std::unordered_map<std::int64_t, std::size_t> places;
   std::vector<T> sums;
   for (int g = 0; g < groups.count; ++g) {
@@ -107,7 +102,18 @@ bool id_sums_finite(const Groups& groups, const void* const* grads, int table, i
       for (int k = 0; k < dim; ++k) sums[place + static_cast<std::size_t>(k)] += grad[k];
     }
   }
-  return largest(sums.data(), static_cast<std::int64_t>(sums.size()), sizeof(T) == 8) != HUGE_VAL;
+  const auto n = static_cast<std::int64_t>(sums.size());
+  return kernels().largest(sums.data(), n, sizeof(T) == 8) != HUGE_VAL;
+}
+
+void check_live(const std::vector<GradArgs*>& records) {
+  for (const GradArgs* record : records) {
+    if (!record->ticket->live) throw TicketStateError();
+  }
+}
+
+ApplyJob sum_job(const TableView& view, const TableWork& work) {
+  return {view, work.sources.data(), nullptr, StepParams{}, work.counted, false, Keeper{}};
 }
 
 }  // namespace
@@ -120,10 +126,8 @@ void Shard::apply(const ApplyArgs& args) {
 }
 
 void Shard::apply_locked(const ApplyArgs& args, bool unsure) {
-  for (const GradArgs& record : args.records) {
-    if (!record.ticket->live) throw TicketStateError();
-  }
-  WholeRows whole;
+  check_live(args.records);
+  std::deque<PlanSlice> whole;
   std::vector<TableWork> works = work_of(*this, args.records, whole);
   const auto in_place = [&](const TableWork& work) {
     return work.direct && args.step.nan_policy == 0 && tables_[work.table].view().plain;
@@ -138,8 +142,8 @@ void Shard::apply_locked(const ApplyArgs& args, bool unsure) {
   partition_items(works, lists_, args.threads);
   StepParams step = args.step;
   step.version = version_;
-  for (const GradArgs& record : args.records) {
-    step.event_time_s = std::max(step.event_time_s, record.ticket->event_time_s);
+  for (const GradArgs* record : args.records) {
+    step.event_time_s = std::max(step.event_time_s, record->ticket->event_time_s);
   }
   const std::vector<Part> parts = parts_of(works);
   if (parts.empty()) {
@@ -179,24 +183,22 @@ bool Shard::sums_finite(const std::vector<TableWork>& works, const std::vector<P
       static_cast<std::int64_t>(parts.size()), threads, [&](std::int64_t i, int lane) {
         const TableWork& work = works[parts[i].work];
         const TableView view = tables_[work.table].view();
-        const ApplyJob job{view, work.sources.data(), nullptr, StepParams{}, work.counted, false,
-                           Keeper{}};
+        const ApplyJob job = sum_job(view, work);
         const ApplyScratch memory = scratch_[lane].fit(parts[i].n, view.rows, false);
         const std::uint32_t unique = kernels().sum(job, items_of(work, parts[i]), memory);
         const bool wide = view.rows.dtype == DType::f64;
         for (std::uint32_t u = 0; u < unique; ++u) {
-          if (largest(memory.sums + u * memory.sum_stride, view.rows.dim, wide) == HUGE_VAL) good = false;
+          const char* sum = memory.sums + u * memory.sum_stride;
+          if (kernels().largest(sum, view.rows.dim, wide) == HUGE_VAL) good = false;
         }
       });
   return good;
 }
 
-std::vector<Sums> Shard::sum(const std::vector<GradArgs>& records) {
+std::vector<Sums> Shard::sum(const std::vector<GradArgs*>& records) {
   const WriteGuard guard(lock_);  // grouping borrows the versions of rows
-  for (const GradArgs& record : records) {
-    if (!record.ticket->live) throw TicketStateError();
-  }
-  WholeRows whole;
+  check_live(records);
+  std::deque<PlanSlice> whole;
   std::vector<TableWork> works = work_of(*this, records, whole);
   std::size_t total = 0;
   for (const TableWork& work : works) total += static_cast<std::size_t>(work.n);
@@ -206,11 +208,10 @@ std::vector<Sums> Shard::sum(const std::vector<GradArgs>& records) {
   for (TableWork& work : works) {
     list_items(work, lists_);
     const RowView rows = tables_[work.table].view().rows;
-    const ApplyJob job{tables_[work.table].view(), work.sources.data(), nullptr, StepParams{},
-                       work.counted, false, Keeper{}};
+    const ApplyJob job = sum_job(tables_[work.table].view(), work);
     const ApplyScratch memory = scratch_[0].fit(work.items.n, rows, false);
     const std::uint32_t unique = kernels().sum(job, work.items, memory);
-    const std::size_t bytes = rows.dim * (rows.dtype == DType::f64 ? 8 : 4);
+    const std::size_t bytes = rows.dim * real_bytes(rows.dtype);
     Sums sums{work.table, std::vector<std::int64_t>(unique), std::vector<std::int64_t>(unique),
               std::vector<char>(unique * bytes)};
     for (std::uint32_t u = 0; u < unique; ++u) {
@@ -224,7 +225,7 @@ std::vector<Sums> Shard::sum(const std::vector<GradArgs>& records) {
 }
 
 void Shard::apply_ids(const Groups& groups, const std::int64_t* counts, ApplyArgs args) {
-  GradArgs& record = args.records[0];
+  GradArgs& record = *args.records[0];
   if (args.step.nan_policy == 0) {
     Ticket shape;  // what the check needs to know of the ids
     shape.rows.resize(static_cast<std::size_t>(groups.n));
@@ -241,7 +242,8 @@ void Shard::apply_ids(const Groups& groups, const std::int64_t* counts, ApplyArg
       if (!good) throw NonFiniteError{};
     }
   }
-  const Pinned ticket(*this, find_or_init(groups, counts, false, args.step, args.threads));
+  const std::unique_ptr<Ticket> ticket =
+      find_or_init(groups, counts, false, args.step, args.threads);
   record.ticket = ticket.get();
   const WriteGuard guard(lock_);
   apply_locked(args, false);

@@ -43,15 +43,13 @@ void Shard::leave(const std::string& consumer) {
 
 std::shared_ptr<Snapshot> Shard::snapshot(const Cursor* since, Snapshot::Options options) {
   const WriteGuard guard(lock_);
-  if (open_.full()) throw SnapshotRefused(SnapshotRefused::Why::full);
+  if (open_.full()) throw SnapshotRefused("full");
   const bool kept = deletions_.open() && !deletions_.broken();
   std::uint32_t from = 0;
   if (since != nullptr) {
-    if (since->incarnation != incarnation_) {
-      throw SnapshotRefused(SnapshotRefused::Why::incarnation);
-    }
+    if (since->incarnation != incarnation_) throw SnapshotRefused("incarnation");
     if (!kept || since->version < deletions_.floor() || since->version >= version_) {
-      throw SnapshotRefused(SnapshotRefused::Why::forgotten);
+      throw SnapshotRefused("forgotten");
     }
     from = since->version;
   }

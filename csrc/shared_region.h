@@ -19,7 +19,7 @@ struct SharedMemoryError : std::runtime_error {
 
 enum class RankState : std::uint32_t { absent, attached, failed, closed };
 
-// Why a rank stopped.
+// Why a rank stopped; bind_shared_memory.cpp has the words.
 enum class Fault : std::uint32_t { none, timeout, dead, closed, failed, mismatch };
 
 inline constexpr std::uint32_t kSlots = 4;

@@ -19,10 +19,9 @@ std::vector<PreImages::Form> forms_of(const Shard& shard) {
   std::vector<PreImages::Form> forms;
   for (int t = 0; t < shard.size(); ++t) {
     const Table& table = shard.table(t);
-    const TableSpec& spec = table.spec();
-    const std::size_t real = spec.dtype == DType::f64 ? 8 : 4;
-    forms.push_back(PreImages::Form{row_bytes(spec.dtype, spec.dim), spec.state_width * real,
-                                    spec.salt, table.arena().high_water()});
+    const RowView view = table.view().rows;
+    forms.push_back(PreImages::Form{weight_bytes(view), state_bytes(view), table.spec().salt,
+                                    table.arena().high_water()});
   }
   return forms;
 }
@@ -37,8 +36,7 @@ Snapshot::Snapshot(Shard& shard, std::uint32_t since, std::uint32_t version,
       log_(log),
       deleted_(static_cast<std::size_t>(shard.size())),
       deleted_ready_(deleted_.size(), false),
-      counts_(deleted_.size()),
-      bins_(deleted_.size()) {
+      counts_(deleted_.size()) {
   for (int t = 0; t < shard.size(); ++t) highs_.push_back(shard.table(t).arena().high_water());
 }
 
@@ -65,29 +63,31 @@ std::int64_t Snapshot::find(int t, std::uint64_t first, std::uint64_t last, int 
   return static_cast<std::int64_t>(found_.size());
 }
 
-void Snapshot::copy_piece(const RowView& view, std::size_t start, std::size_t stop,
-                          const SnapshotColumns& to) const {
+template <bool kPastCaches>
+void copy_rows(const RowView& view, const std::uint32_t* rows, std::size_t start, std::size_t stop,
+               const RowColumns& to) {
   constexpr std::size_t kAhead = 16;
-  const std::size_t weights = row_bytes(view.dtype, view.dim);
-  const std::size_t state =
-      to.state == nullptr ? 0 : view.state_width * (view.dtype == DType::f64 ? 8 : 4);
-  const bool streams =
-      to.state != nullptr && streamable(to.weights, weights) && streamable(to.state, state);
+  constexpr int kLocality = kPastCaches ? 0 : 2;
+  const std::size_t weights = weight_bytes(view);
+  const std::size_t state = to.state == nullptr ? 0 : state_bytes(view);
+  const bool streams = kPastCaches && to.state != nullptr && streamable(to.weights, weights) &&
+                       streamable(to.state, state);
   const auto ask = [&](std::size_t i) {
-    const std::uint32_t row = found_[i];
+    const std::uint32_t row = rows[i];
     const BlockView& block = block_view(view, row);
-    __builtin_prefetch(block.versions + std::size_t{row} * 4);  // to be checked
+    __builtin_prefetch(block.versions + std::size_t{row} * 4);
     __builtin_prefetch(block.ids + std::size_t{row} * 8);
     __builtin_prefetch(block.seen + std::size_t{row} * 8);
-    prefetch_row<512, 64, 0>(block.weights + row * view.weight_stride, weights);
-    if (state > 0) prefetch_row<512, 64, 0>(block.state + row * view.state_stride, state);
+    prefetch_row<512, 64, kLocality>(block.weights + row * view.weight_stride, weights);
+    if (state > 0) prefetch_row<512, 64, kLocality>(block.state + row * view.state_stride, state);
   };
   for (std::size_t i = start; i < std::min(start + kAhead, stop); ++i) ask(i);
   for (std::size_t i = start; i < stop; ++i) {
     if (i + kAhead < stop) ask(i + kAhead);
-    const std::uint32_t row = found_[i];
+    const std::uint32_t row = rows[i];
     const LastSeen seen = row_seen(view, row);
     to.ids[i] = row_id(view, row);
+    if constexpr (!kPastCaches) to.versions[i] = row_version(view, row);
     to.seen_s[i] = seen.seconds;
     to.counts[i] = seen.count;
     if (streams) {
@@ -101,9 +101,14 @@ void Snapshot::copy_piece(const RowView& view, std::size_t start, std::size_t st
   if (streams) end_stream();
 }
 
+template void copy_rows<true>(const RowView&, const std::uint32_t*, std::size_t, std::size_t,
+                           const RowColumns&);
+template void copy_rows<false>(const RowView&, const std::uint32_t*, std::size_t, std::size_t,
+                           const RowColumns&);
+
 // Versions are those seen under the lock: grouping gradients borrows them, and gives them back.
 void Snapshot::check_piece(const RowView& view, std::size_t start, std::size_t stop,
-                           const SnapshotColumns& to, std::vector<std::uint64_t>& missed) const {
+                           const RowColumns& to, std::vector<std::uint64_t>& missed) const {
   for (std::size_t i = start; i < stop; ++i) {
     const std::uint32_t row = found_[i];
     to.versions[i] = row_version(view, row);
@@ -115,7 +120,7 @@ void Snapshot::check_piece(const RowView& view, std::size_t start, std::size_t s
 // Rows are copied without the lock, so that a verb hardly waits: what was written meanwhile bears
 // another version by the time the lock is had, for verbs hold it from before they write until after
 // they stamp, and is not taken. Blocks of rows stay where they are; only their list may move.
-void Snapshot::read(const SnapshotColumns& to, int threads) {
+void Snapshot::read(const RowColumns& to, int threads) {
   const std::size_t n = found_.size();
   if (n >= std::size_t{1} << 32) throw std::length_error("a range of 2^32 rows");
   if (n == 0) return;
@@ -135,9 +140,9 @@ void Snapshot::read(const SnapshotColumns& to, int threads) {
     const std::size_t stop = std::min(start + kPiece, n);
 #ifdef __SANITIZE_THREAD__  // which knows no copy that is thrown away
     const ReadGuard guard(shard_.lock());
-    copy_piece(view, start, stop, to);
+    copy_rows<true>(view, found_.data(), start, stop, to);
 #else
-    copy_piece(view, start, stop, to);
+    copy_rows<true>(view, found_.data(), start, stop, to);
     const ReadGuard guard(shard_.lock());
 #endif
     check_piece(view, start, stop, to, missed[lane]);
@@ -150,11 +155,7 @@ void Snapshot::read(const SnapshotColumns& to, int threads) {
   kept_->check();
 }
 
-void Snapshot::fill(const SnapshotColumns& to, const std::vector<std::uint64_t>& missed) {
-  const TableSpec& spec = shard_.table(found_table_).spec();
-  const std::size_t weights = row_bytes(spec.dtype, spec.dim);
-  const std::size_t state =
-      to.state == nullptr ? 0 : spec.state_width * (spec.dtype == DType::f64 ? 8 : 4);
+void Snapshot::fill(const RowColumns& to, const std::vector<std::uint64_t>& missed) {
   // Open addressing: row << 32 | place, all ones where free (no row has that number).
   std::size_t size = 16;
   while (size < 2 * missed.size()) size *= 2;
@@ -174,12 +175,7 @@ void Snapshot::fill(const SnapshotColumns& to, const std::vector<std::uint64_t>&
                   }
                   if (slots[at] == ~std::uint64_t{0}) return;  // read before it changed
                   const std::size_t i = slots[at] & 0xffffffffU;
-                  to.ids[i] = image.id;
-                  to.versions[i] = image.version;
-                  to.seen_s[i] = image.seen_s;
-                  to.counts[i] = image.count;
-                  std::memcpy(to.weights + i * weights, from, weights);
-                  if (state > 0) std::memcpy(to.state + i * state, from_state, state);
+                  kept_->images().put(image, from, from_state, to, i);
                   ++filled;
                 });
   kept_->check();

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
+#include <stdexcept>
 #include <vector>
 
 #include "buffers.h"
@@ -21,24 +21,16 @@ namespace shoal {
 class Shard;
 class Table;
 
-class SnapshotRefused : public std::exception {
- public:
-  enum class Why { full, incarnation, forgotten };
-  explicit SnapshotRefused(Why why) : why_(why) {}
-  const char* what() const noexcept override {
-    return why_ == Why::full ? "full" : why_ == Why::incarnation ? "incarnation" : "forgotten";
-  }
-
- private:
-  Why why_;
+// "full", "incarnation" or "forgotten": the Python side words it for people.
+struct SnapshotRefused : std::runtime_error {
+  using std::runtime_error::runtime_error;
 };
 
-// Where the rows of a range go: a value a row, or rows of `Form` bytes. No state: rows without it, to
-// be read again soon.
-struct SnapshotColumns {
-  std::int64_t *ids, *versions, *seen_s, *counts;
-  char *weights, *state;
-};
+// Copies rows [start, stop) of the list. kPastCaches: past the caches, and without versions, which
+// are to be looked at afterwards.
+template <bool kPastCaches>
+void copy_rows(const RowView& view, const std::uint32_t* rows, std::size_t start, std::size_t stop,
+               const RowColumns& to);
 
 class Snapshot {
  public:
@@ -57,14 +49,15 @@ class Snapshot {
   std::uint32_t since() const { return kept_->since(); }
   std::uint32_t version() const { return kept_->version(); }
   const std::shared_ptr<KeptRows>& kept() const { return kept_; }
-  PreImageStats stats() const { return kept_->stats(); }
+  PreImageStats stats() const { return kept_->images().stats(); }
 
-  // Adds the rows by the top bits of their hash.
-  void histogram(int t, int bits, std::int64_t* to, int threads);
+  // Rows by the top bits of their hash.
+  std::vector<std::int64_t> histogram(int t, int bits, int threads);
   // Finds the rows with first <= hash <= last and returns how many there are; read() then copies
   // those found last, ordered by hash.
   std::int64_t find(int t, std::uint64_t first, std::uint64_t last, int threads);
-  void read(const SnapshotColumns& to, int threads);
+  // No state: rows are to be read again soon.
+  void read(const RowColumns& to, int threads);
   // Ids of rows that were deleted in the span and have none at its end: ordered by hash, once each.
   // Throws std::runtime_error when the log's or the copies' file failed.
   const std::vector<std::int64_t>& deleted(int t);
@@ -91,16 +84,11 @@ class Snapshot {
                  std::uint64_t last, const Found& found) const;
   void hash_rows(int t, const std::uint32_t* rows, std::size_t many, std::uint64_t first,
                  std::uint64_t last, const Found& found) const;
-  void count(int t, int bits, int threads, std::uint32_t* counts);
-  const std::vector<std::uint32_t>& counts(int t, int bits, int threads);
-  const std::vector<std::uint32_t>& bins(int t, int threads);
   void build(int t, std::uint64_t first, int threads);
   void order(const std::vector<std::size_t>& edges, int bits, int threads);
-  void copy_piece(const RowView& view, std::size_t start, std::size_t stop,
-                  const SnapshotColumns& to) const;
   void check_piece(const RowView& view, std::size_t start, std::size_t stop,
-                   const SnapshotColumns& to, std::vector<std::uint64_t>& missed) const;
-  void fill(const SnapshotColumns& to, const std::vector<std::uint64_t>& missed);
+                   const RowColumns& to, std::vector<std::uint64_t>& missed) const;
+  void fill(const RowColumns& to, const std::vector<std::uint64_t>& missed);
   void read_log(std::int64_t most);
   void drop_present(int t, std::vector<std::int64_t>& ids);
 
@@ -113,7 +101,6 @@ class Snapshot {
   std::vector<std::vector<std::int64_t>> deleted_;
   std::vector<bool> deleted_ready_;
   std::vector<std::vector<std::uint32_t>> counts_;  // rows by top bits, once a table is counted
-  std::vector<std::vector<std::uint32_t>> bins_;    // by fewer, once it is read
   Window window_;
   int found_table_ = 0;
   std::uint64_t found_first_ = 0, found_last_ = 0;

@@ -24,8 +24,6 @@ int bits_for(std::size_t rows, int most, std::size_t rows_a_bin) {
   return bits;
 }
 
-int bits_of(std::size_t bins) { return __builtin_ctzll(bins); }
-
 // The first hash of a bin; of the bin past the last one: 0.
 std::uint64_t bin_start(std::size_t bin, int bits) {
   return bits == 0 ? 0 : static_cast<std::uint64_t>(bin) << (64 - bits);
@@ -104,52 +102,37 @@ void Snapshot::scan(int t, std::uint64_t first, std::uint64_t last, int threads,
   });
 }
 
-void Snapshot::count(int t, int bits, int threads, std::uint32_t* counts) {
-  scan(t, 0, ~std::uint64_t{0}, threads, [&](const Entry* rows, std::size_t n) {
-    for (std::size_t i = 0; i < n; ++i) {
-      std::atomic_ref(counts[bin_of(rows[i].hash, bits)]).fetch_add(1, std::memory_order_relaxed);
-    }
-  });
-}
-
-// Counted for whatever is asked of it later: each scan of the ids costs memory traffic, and holds the
-// lock every now and then. At least by so many bits.
-const std::vector<std::uint32_t>& Snapshot::counts(int t, int bits, int threads) {
-  if (counts_[t].size() < std::size_t{1} << bits) {
-    bits = std::max(bits, bits_for(highs_[t], kMostBits, kCountRows));
-    std::vector<std::uint32_t> fine(std::size_t{1} << bits, 0);
-    count(t, bits, threads, fine.data());
-    counts_[t] = std::move(fine);
+// Counted once, as finely as whatever is asked later may want: each scan of the ids costs memory
+// traffic, and holds the lock every now and then.
+std::vector<std::int64_t> Snapshot::histogram(int t, int bits, int threads) {
+  std::vector<std::uint32_t>& fine = counts_[t];
+  if (fine.size() < std::size_t{1} << bits) {
+    const int most = std::max(bits, bits_for(highs_[t], kMostBits, kCountRows));
+    std::vector<std::uint32_t> counted(std::size_t{1} << most, 0);
+    scan(t, 0, ~std::uint64_t{0}, threads, [&](const Entry* rows, std::size_t n) {
+      for (std::size_t i = 0; i < n; ++i) {
+        std::atomic_ref(counted[bin_of(rows[i].hash, most)]).fetch_add(1, std::memory_order_relaxed);
+      }
+    });
+    fine = std::move(counted);
   }
-  return counts_[t];
-}
-
-void Snapshot::histogram(int t, int bits, std::int64_t* to, int threads) {
-  const std::vector<std::uint32_t>& fine = counts(t, bits, threads);
-  const int shift = bits_of(fine.size()) - bits;
-  for (std::size_t i = 0; i < fine.size(); ++i) to[i >> shift] += fine[i];
-}
-
-const std::vector<std::uint32_t>& Snapshot::bins(int t, int threads) {
-  if (!bins_[t].empty()) return bins_[t];
-  const int bits = bits_for(highs_[t], kMostBins, kBinRows);
-  const std::vector<std::uint32_t>& fine = counts(t, bits, threads);
-  std::vector<std::uint32_t> coarse(std::size_t{1} << bits, 0);
-  const int shift = bits_of(fine.size()) - bits;
-  for (std::size_t i = 0; i < fine.size(); ++i) coarse[i >> shift] += fine[i];
-  return bins_[t] = std::move(coarse);
+  std::vector<std::int64_t> counts(std::size_t{1} << bits, 0);
+  const int shift = __builtin_ctzll(fine.size()) - bits;
+  for (std::size_t i = 0; i < fine.size(); ++i) counts[i >> shift] += fine[i];
+  return counts;
 }
 
 // A window of whole bins from the one `first` lies in; bins are counted, so that each row goes
 // straight to its bin.
 void Snapshot::build(int t, std::uint64_t first, int threads) {
   window_.table = -1;
-  const std::vector<std::uint32_t>& counts = bins(t, threads);
-  const int bits = bits_of(counts.size());
+  const int bits = bits_for(highs_[t], kMostBins, kBinRows);
+  const std::vector<std::int64_t> counts = histogram(t, bits, threads);
   const std::size_t start = bin_of(first, bits);
   std::vector<std::size_t> edges{0};
   while (start + edges.size() - 1 < counts.size()) {
-    const std::size_t next = edges.back() + counts[start + edges.size() - 1];
+    const auto here = static_cast<std::size_t>(counts[start + edges.size() - 1]);
+    const std::size_t next = edges.back() + here;
     if (edges.size() > 1 && next > window_rows_) break;
     edges.push_back(next);
   }

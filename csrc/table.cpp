@@ -1,9 +1,10 @@
 #include "table.h"
 
 #include <algorithm>
-#include <array>
 #include <tuple>
 
+#include "buffers.h"
+#include "ops_ids.h"
 #include "threads.h"
 #include "rows_impl.h"
 
@@ -33,25 +34,21 @@ TableView Table::view() const {
                    spec_.state.data(), spec_.key, spec_.first_column, plain_};
 }
 
-void Table::find_unique(Insert& job) const {
+void Table::find_unique(Insert& job) {
   const std::size_t n = job.positions.size();
+  const Scratch<std::int64_t> ids(n);
+  for (std::size_t i = 0; i < n; ++i) ids[i] = job.ids[job.positions[i]];
   job.number.resize(n);
-  std::size_t size = 16;
-  while (size < 2 * n) size *= 2;
-  std::vector<std::int32_t> slots(size, -1);
-  for (std::size_t i = 0; i < n; ++i) {
-    const std::int64_t position = job.positions[i];
-    const std::int64_t id = job.ids[position];
-    std::size_t at = hash_of(id, spec_.salt) & (size - 1);
-    while (slots[at] >= 0 && job.unique[slots[at]] != id) at = (at + 1) & (size - 1);
-    if (slots[at] < 0) {
-      slots[at] = static_cast<std::int32_t>(job.unique.size());
-      job.unique.push_back(id);
-      job.unique_counts.push_back(0);
-    }
-    const std::int32_t number = slots[at];
-    job.number[i] = static_cast<std::uint32_t>(number);
-    job.unique_counts[number] += job.counts == nullptr ? 1 : job.counts[position];
+  const Scratch<std::uint32_t> slots(span_slots(static_cast<std::int64_t>(n)));
+  const Scratch<Distinct> found(n + 1);
+  const auto unique = static_cast<std::size_t>(dedup_span(
+      ids.data(), static_cast<std::int64_t>(n), slots.data(), found.data(), job.number.data()));
+  for (std::size_t u = 1; u <= unique; ++u) {
+    job.unique.push_back(found[u].id);
+    job.unique_counts.push_back(job.counts == nullptr ? found[u].count : 0);
+  }
+  for (std::size_t i = 0; job.counts != nullptr && i < n; ++i) {
+    job.unique_counts[job.number[i]] += job.counts[job.positions[i]];
   }
 }
 
@@ -130,30 +127,24 @@ void Table::commit(Insert& job) {
 
 void Table::place(Insert& job) {
   constexpr std::size_t kParallel = 2048;
-  constexpr std::size_t kAhead = 32;
   const TableView table = view();
   const std::vector<std::int64_t>& unique = job.unique;
   std::vector<std::int32_t>& rows = job.unique_rows;
   const int bits = unique.size() < kParallel ? 0 : index_.partition_bits();
-  const std::size_t parts = std::size_t{1} << bits;
-  // Stable partition by the hash bits that choose a stripe, so that no two threads share one.
   std::vector<std::int64_t>& ids = job.placed_ids;
   std::vector<std::int32_t>& numbers = job.placed_rows;
-  std::array<std::size_t, (1U << Index::kPartitionBits) + 1> starts{};
-  const auto part_of = [&](std::int64_t id) -> std::size_t {
-    return bits == 0 ? 0 : (hash_of(id, spec_.salt) >> (48 - bits)) & (parts - 1);
-  };
-  for (std::size_t u = 0; u < rows.size(); ++u) {
-    if (rows[u] != kNoRow) ++starts[part_of(unique[u]) + 1];
-  }
-  for (std::size_t p = 0; p < parts; ++p) starts[p + 1] += starts[p];
-  auto at = starts;
-  for (std::size_t u = 0; u < rows.size(); ++u) {
-    if (rows[u] == kNoRow) continue;
-    const std::size_t to = at[part_of(unique[u])]++;
-    ids[to] = unique[u];
-    rows[u] = static_cast<std::int32_t>(to);
-  }
+  const StripeParts starts = by_stripe(
+      bits,
+      [&](const auto& visit) {
+        for (std::size_t u = 0; u < rows.size(); ++u) {
+          if (rows[u] != kNoRow) visit(unique[u], u);
+        }
+      },
+      [&](std::size_t u, std::size_t to) {
+        ids[to] = unique[u];
+        rows[u] = static_cast<std::int32_t>(to);
+      });
+  const std::size_t parts = std::size_t{1} << bits;
   // Rows are numbered in this order, so that a part writes neighbours.
   for (std::size_t i = 0; i < starts[parts]; ++i) numbers[i] = arena_.take();
   for (std::int32_t& row : rows) {
@@ -161,19 +152,24 @@ void Table::place(Insert& job) {
   }
   const bool large = starts[parts] * table.rows.weight_stride >= kLargeBytes;
   Pool::instance().run(static_cast<std::int64_t>(parts), job.threads, [&](std::int64_t p, int) {
-    const std::size_t start = starts[p], stop = starts[p + 1];
-    const IndexView lines = index_.view();
-    for (std::size_t i = start; i < stop; ++i) {
-      if (i + kAhead < stop) {
-        const StripeView* stripe = nullptr;
-        __builtin_prefetch(home_line(lines, hash_of(ids[i + kAhead], spec_.salt), stripe), 1, 2);
-      }
-      index_.insert(ids[i], numbers[i]);
-    }
+    const std::size_t start = starts[p], n = starts[p + 1] - start;
+    index_rows(ids.data() + start, numbers.data() + start, n);
     kernels().init_rows(table, ids.data() + start, numbers.data() + start,
-                        static_cast<std::int64_t>(stop - start), job.step, large);
+                        static_cast<std::int64_t>(n), job.step, large);
   });
   index_.rebalance();
+}
+
+void Table::index_rows(const std::int64_t* ids, const std::int32_t* rows, std::size_t n) {
+  constexpr std::size_t kAhead = 32;
+  const IndexView lines = index_.view();
+  for (std::size_t i = 0; i < n; ++i) {
+    if (i + kAhead < n) {
+      const StripeView* stripe = nullptr;
+      __builtin_prefetch(home_line(lines, hash(ids[i + kAhead]), stripe), 1, 2);
+    }
+    index_.insert(ids[i], rows[i]);
+  }
 }
 
 std::int64_t Table::evict_lowest(std::int64_t n, const std::vector<bool>& pinned) {
@@ -188,15 +184,14 @@ std::int64_t Table::evict_lowest(std::int64_t n, const std::vector<bool>& pinned
   const RowView rows = arena_.view();
   std::vector<Victim> victims;
   victims.reserve(index_.size());
-  for (std::size_t r = 0; r < arena_.high_water(); ++r) {
-    const auto row = static_cast<std::uint32_t>(r);
-    if (row_version(rows, row) == Arena::kFree || (r < pinned.size() && pinned[r])) continue;
+  each_row([&](std::uint32_t row) {
+    if (row < pinned.size() && pinned[row]) return;
     const LastSeen seen = row_seen(rows, row);
     const std::int64_t id = row_id(rows, row);
     const bool lru = spec_.on_full == OnFull::lru;
     victims.push_back(Victim{lru ? seen.seconds : seen.count, lru ? seen.count : seen.seconds,
-                             hash_of(id, spec_.salt), id});
-  }
+                             hash(id), id});
+  });
   const auto many = std::min<std::int64_t>(n, static_cast<std::int64_t>(victims.size()));
   if (many < static_cast<std::int64_t>(victims.size())) {
     std::nth_element(victims.begin(), victims.begin() + many, victims.end());
@@ -256,26 +251,24 @@ std::int64_t Table::evict_expired(std::int64_t now_s, const std::vector<bool>& p
   if (!spec_.expires) return 0;
   const RowView rows = arena_.view();
   std::int64_t dropped = 0;
-  for (std::size_t r = 0; r < arena_.high_water(); ++r) {
-    const auto row = static_cast<std::uint32_t>(r);
-    if (row_version(rows, row) == Arena::kFree || (r < pinned.size() && pinned[r])) continue;
+  each_row([&](std::uint32_t row) {
+    if (row < pinned.size() && pinned[row]) return;
     const std::int64_t id = row_id(rows, row);
     const std::int64_t ttl = spec_.ttl_s.of(id);
-    if (ttl < 0 || now_s - static_cast<std::int64_t>(row_seen(rows, row).seconds) < ttl) continue;
+    if (ttl < 0 || now_s - static_cast<std::int64_t>(row_seen(rows, row).seconds) < ttl) return;
     erase(id);
     ++dropped;
-  }
+  });
   counters_.evicted += dropped;
   return dropped;
 }
 
 void Table::clear() {
-  const RowView rows = arena_.view();
-  for (std::size_t r = 0; log_ != nullptr && r < arena_.high_water(); ++r) {
-    const auto row = static_cast<std::uint32_t>(r);
-    if (row_version(rows, row) == Arena::kFree) continue;
-    keep(static_cast<std::int32_t>(row));
-    log_->append(number_, row_id(rows, row));
+  if (log_ != nullptr) {
+    each_row([&](std::uint32_t row) {
+      keep(static_cast<std::int32_t>(row));
+      log_->append(number_, row_id(arena_.view(), row));
+    });
   }
   index_.clear();
   arena_.clear();
@@ -283,17 +276,13 @@ void Table::clear() {
   admission_.clear();
 }
 
-std::vector<std::int32_t> Table::rows_by_hash() const {
-  std::vector<std::pair<std::uint64_t, std::int32_t>> order;
+std::vector<std::uint32_t> Table::rows_by_hash() const {
+  std::vector<std::pair<std::uint64_t, std::uint32_t>> order;
   order.reserve(index_.size());
   const RowView rows = arena_.view();
-  for (std::size_t r = 0; r < arena_.high_water(); ++r) {
-    const auto row = static_cast<std::uint32_t>(r);
-    if (row_version(rows, row) == Arena::kFree) continue;
-    order.emplace_back(hash_of(row_id(rows, row), spec_.salt), static_cast<std::int32_t>(r));
-  }
+  each_row([&](std::uint32_t row) { order.emplace_back(hash(row_id(rows, row)), row); });
   std::sort(order.begin(), order.end());
-  std::vector<std::int32_t> result(order.size());
+  std::vector<std::uint32_t> result(order.size());
   for (std::size_t i = 0; i < order.size(); ++i) result[i] = order[i].second;
   return result;
 }

@@ -1,7 +1,8 @@
 #pragma once
 // One table: index, rows, admission. Not thread-safe by itself; the shard's lock guards it.
+#include <array>
 #include <cstdint>
-#include <exception>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -33,20 +34,17 @@ struct TableSpec {
   PerSlot ttl_s;  // negative: never
 };
 
-class TableFullError : public std::exception {
- public:
-  // The message is "kept capacity wanted on_full table": the Python side words it for people.
+// The message is "kept capacity wanted on_full table": the Python side words it for people.
+struct TableFullError : std::runtime_error {
   TableFullError(const TableSpec& spec, std::int64_t kept, std::int64_t wanted)
-      : message_(std::to_string(kept) + " " + std::to_string(spec.capacity_rows) + " " +
-                 std::to_string(wanted) + " " + word_of(spec.on_full) + " " + spec.name) {}
-  const char* what() const noexcept override { return message_.c_str(); }
+      : std::runtime_error(std::to_string(kept) + " " + std::to_string(spec.capacity_rows) + " " +
+                           std::to_string(wanted) + " " + word_of(spec.on_full) + " " + spec.name) {}
 
  private:
   static const char* word_of(OnFull on_full) {
     if (on_full == OnFull::raise) return "raise";
     return on_full == OnFull::lru ? "lru" : "lfu";
   }
-  std::string message_;
 };
 
 struct TableCounters {
@@ -82,7 +80,7 @@ class Table {
     std::vector<bool> pinned{};     // rows that an eviction must spare
     // Set by prepare().
     std::vector<std::int64_t> unique{}, unique_counts{};
-    std::vector<std::uint32_t> number{};      // unique number of each position
+    std::vector<std::int64_t> number{};       // unique number of each position
     std::vector<std::int32_t> unique_rows{};  // kNoRow where refused
     std::vector<std::int64_t> placed_ids{};   // scratch of commit()
     std::vector<std::int32_t> placed_rows{};
@@ -95,14 +93,8 @@ class Table {
 
   // Writes (or adds) a row of fp32/fp64 values; state stays.
   void write_row(std::int32_t row, const char* values, bool add, StepParams step);
-  // Rows in full: weights as stored, state, metadata; distinct ids.
-  struct Columns {
-    std::int64_t n = 0;
-    const std::int64_t *ids = nullptr, *versions = nullptr, *seen_s = nullptr, *counts = nullptr;
-    const char *weights = nullptr, *state = nullptr;
-  };
-  // Upserts them. Throws TableFullError or bad_alloc; the table is unchanged then.
-  void load(const Columns& from, int threads);
+  // Upserts rows of distinct ids. Throws TableFullError or bad_alloc; the table is unchanged then.
+  void load(const RowColumns& from, std::int64_t n, int threads);
 
   bool erase(std::int64_t id);
   bool remove(std::int64_t id, const std::vector<bool>& pinned);
@@ -120,30 +112,50 @@ class Table {
     if (open_ != nullptr) open_->keep(number_, arena_.view(), &row, nullptr, 1);
   }
   // Live rows ordered by unsigned hash.
-  std::vector<std::int32_t> rows_by_hash() const;
+  std::vector<std::uint32_t> rows_by_hash() const;
   void reserve(std::int64_t rows);
 
  private:
-  void find_unique(Insert& job) const;
-  void make_rows(std::int64_t fresh, const Columns& from, const std::int32_t* rows);
-  void enter(const Columns& from, const std::vector<std::uint32_t>& fresh,
+  static void find_unique(Insert& job);
+  // visit(row number) for the rows that somebody owns; it may give them back.
+  template <class Visit>
+  void each_row(const Visit& visit) const {
+    const RowView rows = arena_.view();
+    for (std::uint32_t row = 0; row < arena_.high_water(); ++row) {
+      if (row_version(rows, row) != Arena::kFree) visit(row);
+    }
+  }
+  using StripeParts = std::array<std::size_t, (1U << Index::kPartitionBits) + 1>;
+  // Partitions items, stably, by the `bits` of the hash that choose a stripe, so that no two threads
+  // share one: each(visit) calls visit(id, item) for all, put(item, place) gets them. Where parts start.
+  template <class Each, class Put>
+  StripeParts by_stripe(int bits, const Each& each, const Put& put) const {
+    const std::size_t parts = std::size_t{1} << bits;
+    const auto part_of = [&](std::int64_t id) -> std::size_t {
+      return bits == 0 ? 0 : (hash(id) >> (48 - bits)) & (parts - 1);
+    };
+    StripeParts starts{};
+    each([&](std::int64_t id, std::size_t) { ++starts[part_of(id) + 1]; });
+    for (std::size_t p = 0; p < parts; ++p) starts[p + 1] += starts[p];
+    StripeParts next = starts;
+    each([&](std::int64_t id, std::size_t item) { put(item, next[part_of(id)]++); });
+    return starts;
+  }
+  // Of one part.
+  void index_rows(const std::int64_t* ids, const std::int32_t* rows, std::size_t n);
+  void make_rows(const std::int64_t* ids, const std::int32_t* rows, std::int64_t n,
+                 std::int64_t fresh);
+  void enter(const RowColumns& from, std::int64_t n, const std::vector<std::uint32_t>& fresh,
              const std::int32_t* rows, int threads);
-  struct Entered {
-    std::int64_t id;
-    std::int32_t row;
-  };
-  void enter_part(const Entered* first, const Entered* last);
-  void copy_in(const Columns& from, const std::int32_t* rows, std::int64_t start,
+  void copy_in(const RowColumns& from, const std::int32_t* rows, std::int64_t start,
                std::int64_t stop) const;
-  void copy_run(const Columns& from, std::int64_t at, std::uint32_t row, std::int64_t n) const;
+  void copy_run(const RowColumns& from, std::int64_t at, std::uint32_t row, std::int64_t n) const;
   void check_room(const Insert& job) const;
   std::int64_t over_budget(std::int64_t wanted) const;
   std::int64_t evict_lowest(std::int64_t n, const std::vector<bool>& pinned);
   void place(Insert& job);
 
-  std::uint64_t hash(std::int64_t id) const {
-    return hash_of(id, spec_.salt);
-  }
+  std::uint64_t hash(std::int64_t id) const { return hash_of(id, spec_.salt); }
 
   // Whether all rows came by loads in order of hash, and the last one's.
   struct Loaded {

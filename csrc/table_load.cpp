@@ -1,6 +1,5 @@
 // Table: rows that come in whole, many at a time.
 #include <algorithm>
-#include <array>
 #include <cstring>
 
 #include "buffers.h"
@@ -14,7 +13,6 @@ namespace {
 
 constexpr std::int64_t kPiece = 4096;            // rows a thread takes at a time
 constexpr std::size_t kEntered = std::size_t{1} << 19;  // ids put in order and indexed at a time
-constexpr std::size_t kAhead = 32;
 constexpr std::size_t kStreamed = 64 << 10;      // bytes from which stores go past the caches
 constexpr int kIndexAlone = 4;                   // threads up to which one of them has the index
 
@@ -52,34 +50,34 @@ bool ordered_by_hash(const std::int64_t* ids, std::int64_t n, std::uint64_t salt
   return true;
 }
 
-void Table::load(const Columns& from, int threads) {
-  if (from.n == 0) return;
-  const Scratch<std::int32_t> rows(from.n);
+void Table::load(const RowColumns& from, std::int64_t count, int threads) {
+  if (count == 0) return;
+  const auto n = static_cast<std::size_t>(count);
+  const Scratch<std::int32_t> rows(n);
   // Files come in order of hash: what lies above all that was loaded is not there yet.
-  const bool ordered = ordered_by_hash(from.ids, from.n, spec_.salt);
+  const bool ordered = ordered_by_hash(from.ids, count, spec_.salt);
   const bool above =
       ordered && (index_.size() == 0 || (loaded_.only && loaded_.last < hash(from.ids[0])));
   if (above) {
-    std::fill_n(rows.data(), from.n, kNoRow);
+    std::fill_n(rows.data(), n, kNoRow);
   } else {
-    in_pieces(from.n, threads, [&](std::int64_t start, std::int64_t stop) {
+    in_pieces(count, threads, [&](std::int64_t start, std::int64_t stop) {
       kernels().probe(index_.view(), from.ids + start, stop - start, rows.data() + start,
                       nullptr);
     });
   }
-  const auto n = static_cast<std::size_t>(from.n);
   std::vector<std::uint32_t> fresh;
   fresh.reserve(static_cast<std::size_t>(std::count(rows.data(), rows.data() + n, kNoRow)));
   for (std::size_t i = 0; i < n; ++i) {
     if (rows[i] == kNoRow) fresh.push_back(static_cast<std::uint32_t>(i));
   }
-  make_rows(static_cast<std::int64_t>(fresh.size()), from, rows.data());
+  make_rows(from.ids, rows.data(), count, static_cast<std::int64_t>(fresh.size()));
   if (open_ != nullptr) open_->make_bits(number_);
   // In order of input: what comes together lies together.
   for (const std::uint32_t i : fresh) rows[i] = arena_.take();
   loaded_.only = above;
-  if (above) loaded_.last = hash(from.ids[from.n - 1]);
-  enter(from, fresh, rows.data(), threads);
+  if (above) loaded_.last = hash(from.ids[n - 1]);
+  enter(from, count, fresh, rows.data(), threads);
   if (open_ != nullptr) {
     for (std::size_t i = 0; i < n; ++i) {
       open_->overwrite(number_, static_cast<std::uint32_t>(rows[i]));
@@ -88,7 +86,8 @@ void Table::load(const Columns& from, int threads) {
 }
 
 // All memory for the rows that are not there.
-void Table::make_rows(std::int64_t fresh, const Columns& from, const std::int32_t* rows) {
+void Table::make_rows(const std::int64_t* ids, const std::int32_t* rows, std::int64_t n,
+                      std::int64_t fresh) {
   const auto live = static_cast<std::int64_t>(index_.size());
   if (spec_.capacity_rows > 0 && live + fresh > spec_.capacity_rows) {
     throw TableFullError(spec_, live, fresh);
@@ -98,41 +97,40 @@ void Table::make_rows(std::int64_t fresh, const Columns& from, const std::int32_
   // Stripes for many more rows at once; a little at a time they grow by quarters.
   if (fresh > live) index_.reserve(static_cast<std::size_t>(live + fresh));
   std::vector<std::uint32_t> counts;
-  for (std::int64_t i = 0; i < from.n; ++i) {
-    if (rows[i] == kNoRow) index_.count(from.ids[i], counts);
+  for (std::int64_t i = 0; i < n; ++i) {
+    if (rows[i] == kNoRow) index_.count(ids[i], counts);
   }
   index_.make_room(counts);
 }
 
-void Table::enter(const Columns& from, const std::vector<std::uint32_t>& fresh,
-                  const std::int32_t* rows, int threads) {
+void Table::enter(const RowColumns& from, std::int64_t count,
+                  const std::vector<std::uint32_t>& fresh, const std::int32_t* rows, int threads) {
   // One thread fills the index while the others copy; many share it out by stripes.
   const int bits = threads > kIndexAlone ? index_.partition_bits() : 0;
   const std::size_t parts = std::size_t{1} << bits;
-  const auto part_of = [&](std::int64_t id) -> std::size_t {
-    return bits == 0 ? 0 : (hash(id) >> (48 - bits)) & (parts - 1);
-  };
-  const Scratch<Entered> batch(std::min(fresh.size(), kEntered));
-  const auto n = static_cast<std::size_t>(from.n);
+  const Scratch<std::int64_t> ids(std::min(fresh.size(), kEntered));
+  const Scratch<std::int32_t> numbers(ids.size());
+  const auto n = static_cast<std::size_t>(count);
   std::size_t at = 0;
   for (std::size_t start = 0; start < n; start += kEntered) {
     const std::size_t stop = std::min(n, start + kEntered);
     const std::size_t end = std::lower_bound(fresh.begin() + at, fresh.end(), stop) - fresh.begin();
-    // By the bits that choose a stripe, so that no two threads share one.
-    std::array<std::size_t, (1U << Index::kPartitionBits) + 1> starts{};
-    for (std::size_t k = at; k < end; ++k) ++starts[part_of(from.ids[fresh[k]]) + 1];
-    for (std::size_t p = 0; p < parts; ++p) starts[p + 1] += starts[p];
-    auto to = starts;
-    for (std::size_t k = at; k < end; ++k) {
-      const std::int64_t id = from.ids[fresh[k]];
-      batch[to[part_of(id)]++] = Entered{id, rows[fresh[k]]};
-    }
+    const StripeParts starts = by_stripe(
+        bits,
+        [&](const auto& visit) {
+          for (std::size_t k = at; k < end; ++k) visit(from.ids[fresh[k]], fresh[k]);
+        },
+        [&](std::size_t i, std::size_t to) {
+          ids[to] = from.ids[i];
+          numbers[to] = rows[i];
+        });
     at = end;
     const std::size_t pieces = (stop - start + kPiece - 1) / kPiece;
     Pool::instance().run(static_cast<std::int64_t>(parts + pieces), threads, [&](std::int64_t k, int) {
       const auto item = static_cast<std::size_t>(k);
       if (item < parts) {
-        enter_part(batch.data() + starts[item], batch.data() + starts[item + 1]);
+        const std::size_t first = starts[item];
+        index_rows(&ids[first], &numbers[first], starts[item + 1] - first);
         return;
       }
       const std::size_t first = start + (item - parts) * kPiece;
@@ -143,18 +141,7 @@ void Table::enter(const Columns& from, const std::vector<std::uint32_t>& fresh,
   index_.rebalance();
 }
 
-void Table::enter_part(const Entered* first, const Entered* last) {
-  const IndexView lines = index_.view();
-  for (const Entered* one = first; one < last; ++one) {
-    if (one + kAhead < last) {
-      const StripeView* stripe = nullptr;
-      __builtin_prefetch(home_line(lines, hash(one[kAhead].id), stripe), 1, 2);
-    }
-    index_.insert(one->id, one->row);
-  }
-}
-
-void Table::copy_in(const Columns& from, const std::int32_t* rows, std::int64_t start,
+void Table::copy_in(const RowColumns& from, const std::int32_t* rows, std::int64_t start,
                     std::int64_t stop) const {
   if (open_ != nullptr) {
     open_->keep(number_, arena_.view(), rows + start, nullptr,
@@ -173,12 +160,11 @@ void Table::copy_in(const Columns& from, const std::int32_t* rows, std::int64_t 
 }
 
 // Rows of consecutive numbers in one block.
-void Table::copy_run(const Columns& from, std::int64_t at, std::uint32_t row,
+void Table::copy_run(const RowColumns& from, std::int64_t at, std::uint32_t row,
                      std::int64_t n) const {
   const RowView view = arena_.view();
   const BlockView& block = block_view(view, row);
-  const std::size_t weights = row_bytes(view.dtype, view.dim);
-  const std::size_t state = view.state_width * (view.dtype == DType::f64 ? 8 : 4);
+  const std::size_t weights = weight_bytes(view), state = state_bytes(view);
   copy_rows_in(block.weights + row * view.weight_stride, view.weight_stride,
                from.weights + at * weights, weights, n);
   copy_rows_in(block.state + row * view.state_stride, view.state_stride, from.state + at * state,

@@ -64,13 +64,8 @@ void train(shoal::Shard& shard, int seed, int steps) {
     void* out = rows.data();
     shard.gather(*ticket, shoal::GatherArgs{nullptr, nullptr, 0, nullptr, &out, step, 2});
     EXPECT(whole(rows));
-    const void* grad = grads.data();
-    shoal::ApplyArgs args{{shoal::GradArgs{ticket.get(), nullptr, nullptr, 0, nullptr, &grad, 1.0,
-                                           nullptr}},
-                          {0.125},
-                          params,
-                          2};
-    shard.apply(args);
+    shoal::GradArgs record{ticket.get(), nullptr, nullptr, 0, nullptr, {grads.data()}, 1.0, {}};
+    shard.apply(shoal::ApplyArgs{{&record}, {0.125}, params, 2});
     shard.end(*ticket);
   }
 }
@@ -82,7 +77,7 @@ void read(shoal::Shard& shard, int seed, const std::atomic<bool>& stop) {
   while (!stop.load()) {
     const Batch batch(random);
     void* out = rows.data();
-    shard.find(batch.groups(), &out, found.data(), 1);
+    shard.find(batch.groups(), {out}, found.data(), 1);
     EXPECT(whole(rows));
   }
 }
@@ -99,8 +94,8 @@ struct Copy {
     const auto n = static_cast<std::size_t>(snapshot->find(0, 0, ~std::uint64_t{0}, 2));
     std::vector<std::int64_t> ids(n), stamps(n), seen(n), counts(n);
     std::vector<char> weights(n * kDim * 4 + 1), state(1);
-    snapshot->read(shoal::SnapshotColumns{ids.data(), stamps.data(), seen.data(), counts.data(),
-                                          weights.data(), state.data()},
+    snapshot->read(shoal::RowColumns{ids.data(), stamps.data(), seen.data(), counts.data(),
+                                     weights.data(), state.data()},
                    2);
     for (std::size_t i = 0; i < n; ++i) versions[ids[i]] = stamps[i];
     cursor = shoal::Cursor{shard.incarnation(), snapshot->version()};

@@ -42,11 +42,10 @@ void train(shoal::Shard& shard, std::mutex& hold, int seed, const std::atomic<bo
     const shoal::Groups groups{ids.data(), kBatch, splits.data(), tables.data(), 1};
     shoal::StepParams params;
     params.event_time_s = static_cast<std::uint32_t>(step);
-    const void* grad = grads.data();
-    const shoal::GradArgs record{nullptr, nullptr, nullptr, 0, nullptr, &grad, 1.0, nullptr};
+    shoal::GradArgs record{nullptr, nullptr, nullptr, 0, nullptr, {grads.data()}, 1.0, {}};
     {
       const std::lock_guard guard(hold);
-      shard.apply_ids(groups, nullptr, shoal::ApplyArgs{{record}, {0.125}, params, 2});
+      shard.apply_ids(groups, nullptr, shoal::ApplyArgs{{&record}, {0.125}, params, 2});
     }
     if (step % 7 == 0) {
       const std::lock_guard guard(hold);
@@ -67,9 +66,9 @@ void load(shoal::Shard& shard, std::mutex& hold, const std::atomic<bool>& stop) 
     {
       const std::lock_guard guard(hold);
       shard.load_rows(0,
-                      shoal::Table::Columns{kRows, ids.data(), ones.data(), times.data(),
-                                            ones.data(),
-                                            reinterpret_cast<const char*>(weights.data()), nullptr},
+                      kRows,
+                      shoal::RowColumns{ids.data(), ones.data(), times.data(), ones.data(),
+                                        reinterpret_cast<char*>(weights.data()), nullptr},
                       2);
     }
     std::this_thread::yield();
@@ -85,8 +84,8 @@ void read(shoal::Shard& shard, shoal::Snapshot& snapshot, const shoal::Exported&
     const auto n = static_cast<std::size_t>(snapshot.find(0, k * width, last, 2));
     std::vector<std::int64_t> ids(n), versions(n), seen(n), counts(n);
     std::vector<char> weights(n * kDim * 4 + 1), state(1);
-    snapshot.read(shoal::SnapshotColumns{ids.data(), versions.data(), seen.data(), counts.data(),
-                                         weights.data(), state.data()},
+    snapshot.read(shoal::RowColumns{ids.data(), versions.data(), seen.data(), counts.data(),
+                                    weights.data(), state.data()},
                   2);
     for (std::size_t i = 0; i < n; ++i, ++at) {
       EXPECT(at < want.n && ids[i] == want.ids[at] && versions[i] == want.versions[at] &&
@@ -96,8 +95,7 @@ void read(shoal::Shard& shard, shoal::Snapshot& snapshot, const shoal::Exported&
     }
   }
   EXPECT(at == want.n);
-  std::vector<std::int64_t> bins(64, 0);
-  snapshot.histogram(0, 6, bins.data(), 2);
+  const std::vector<std::int64_t> bins = snapshot.histogram(0, 6, 2);
   std::int64_t total = 0;
   for (const std::int64_t bin : bins) total += bin;
   EXPECT(total == want.n);
