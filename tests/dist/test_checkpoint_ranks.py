@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 
 from shoal import _core
+from shoal.checkpoint import saving as job_saving
 from shoal.checkpoint import sharded_rows, writing
 from shoal.checkpoint.loading import load
 from shoal.checkpoint.saving import Saving, begin, save

@@ -35,11 +35,12 @@ from shoal.checkpoint.manifest import (
 )
 from shoal.checkpoint.row_files import RowFileWriter, RowLayout, sketch_path, write_whole
 from shoal.checkpoint.sharded_rows import (
-    IdSlice,
     OtherRankFailed,
-    RowSlice,
     ShardedRows,
     ShardedTable,
+    SliceSource,
+    ids_of,
+    rows_of,
     slices_of,
 )
 from shoal.checkpoint.snapshot_point import CONSUMER, SnapshotPoint, take_snapshot_point
@@ -324,7 +325,7 @@ class Saving:
             slices = slices_of(hosted, spec, self.collectives.rank)
             if kind == "rows":
                 layout = RowLayout.rows(spec.dim, spec.state_width, spec.dtype)
-                rows = (None if k.table is None else RowSlice(snapshot, k.table) for k in slices)
+                rows = (None if k.table is None else rows_of(snapshot, k.table) for k in slices)
                 yield ShardedTable(key, spec, layout, slices, tuple(rows))
                 continue
             if kind == "admission" and _counter(spec) != "exact":
@@ -333,14 +334,16 @@ class Saving:
             source = self._ids(kind, name, spec, slices[0].table)
             yield ShardedTable(key, spec, layout, slices[:1], (source,))
 
-    def _ids(self, kind: FileKind, name: str, spec: TableSpec, first: int | None) -> IdSlice | None:
+    def _ids(
+        self, kind: FileKind, name: str, spec: TableSpec, first: int | None
+    ) -> SliceSource | None:
         """Deleted or counted ids that this rank has of a table; read when they are asked for."""
         if kind == "deleted":
             snapshot = self._taken.snapshots[name]
             if first is not None:
-                return IdSlice(spec.hash_name, lambda: (snapshot.deleted(first),))
+                return ids_of(spec.hash_name, lambda: (snapshot.deleted(first),))
         elif (here := self._taken.admission.get((name, spec.name))) is not None:
-            return IdSlice(spec.hash_name, lambda: (here.ids, here.counts))
+            return ids_of(spec.hash_name, lambda: (here.ids, here.counts))
         return None
 
     def _write_sketches(self) -> dict[int, SavedFile]:

@@ -145,8 +145,8 @@ class Launch:
     world_size: int
     local_rank: int
     local_world_size: int
-    master_addr: str
-    master_port: int
+    master_addr: str = LOOPBACK
+    master_port: int = DEFAULT_PORT
     restarts: int = 0
 
     def __post_init__(self) -> None:
@@ -215,7 +215,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
         for name, alone in (("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
             if environ.get(name, alone) not in ("", alone):
                 raise _incomplete("RANK", f"{name} without RANK")
-        return Launch("single", 0, 1, 0, 1, LOOPBACK, _port(environ))
+        return Launch("single", 0, 1, 0, 1, master_port=_port(environ))
     if environ.get("WORLD_SIZE") and _number(environ, "WORLD_SIZE") != other.world_size:
         raise _contradiction(f"WORLD_SIZE={environ['WORLD_SIZE']}", other)
     return other
@@ -231,9 +231,7 @@ def _torchrun(environ: Mapping[str, str], other: Launch | None) -> Launch:
     local_rank = _optional(environ, "LOCAL_RANK", local_rank)
     local_world_size = _optional(environ, "LOCAL_WORLD_SIZE", max(local_world_size, local_rank + 1))
     # Checked before the address, so that what contradicts is named first.
-    placed = Launch(
-        "torchrun", rank, world_size, local_rank, local_world_size, LOOPBACK, DEFAULT_PORT
-    )
+    placed = Launch("torchrun", rank, world_size, local_rank, local_world_size)
     address = environ.get("MASTER_ADDR") or _address_on_one_host(placed, "torchrun sets it")
     restarts = _optional(environ, "TORCHELASTIC_RESTART_COUNT", 0)
     port = _port(environ)
@@ -249,7 +247,7 @@ def _mpi(environ: Mapping[str, str]) -> Launch | None:
         raise _incomplete(missing, "some OMPI_COMM_WORLD_* variables, not all")
     local_rank = 0 if found.local_rank is None else found.local_rank
     local_size = local_rank + 1 if found.local_size is None else found.local_size
-    placed = Launch("mpi", found.rank, found.size, local_rank, local_size, LOOPBACK, DEFAULT_PORT)
+    placed = Launch("mpi", found.rank, found.size, local_rank, local_size)
     if environ.get("RANK"):
         return placed  # RANK's launcher says where the master is.
     remedy = "mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ..."
@@ -269,15 +267,8 @@ def _slurm(environ: Mapping[str, str]) -> Launch | None:
         return None  # A batch script itself, outside srun: it describes the job, not a rank.
     rank, world_size = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_NTASKS")
     local_rank = _optional(environ, "SLURM_LOCALID", 0)
-    placed = Launch(
-        "slurm",
-        rank,
-        world_size,
-        local_rank,
-        _slurm_tasks_here(environ, world_size),
-        LOOPBACK,
-        DEFAULT_PORT,
-    )
+    here = _slurm_tasks_here(environ, world_size)
+    placed = Launch("slurm", rank, world_size, local_rank, here)
     if environ.get("RANK"):
         return placed
     nodes = (

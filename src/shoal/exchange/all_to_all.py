@@ -26,7 +26,6 @@ from shoal.comm.consensus import latest_time, said
 from shoal.errors import CollectiveFailed, ConfigError, DTypeError, ShoalError, unknown_name
 from shoal.exchange.local import PendingRecords, Request, Route, Sending
 from shoal.exchange.partition import (
-    ReceivedIds,
     SendPlan,
     Transfer,
     compile_send_plan,
@@ -178,9 +177,7 @@ class AllToAllExchange:
             self.on_transfer(transfer)
         here = StepContext(global_step=ctx.global_step, event_time_s=transfer.event_time_s)
         tickets = tuple(
-            self._inserted(transfer, ids, here)
-            if sending.insert
-            else ReadTicket(ids.groups, ids.counts_N)
+            self._inserted(transfer, ids, here) if sending.insert else ids
             for ids in self._lookups(transfer)
         )
         return Route(sending.request, tickets, transfer.event_time_s, transfer)
@@ -253,7 +250,7 @@ class AllToAllExchange:
         latest_s = latest_time(words, self._collectives.rank, self._names)
         return Transfer(sending.outgoing, sizes, latest_s)
 
-    def _lookups(self, transfer: Transfer) -> tuple[ReceivedIds, ...]:
+    def _lookups(self, transfer: Transfer) -> tuple[ReadTicket, ...]:
         """One lookup of what came here, or one per sender; none where no table is."""
         found = self._collectives.all_to_all(transfer.id_parts(torch.int32), what=_IDS).wait()
         if self._per_sender:
@@ -262,7 +259,7 @@ class AllToAllExchange:
             return ()
         return (received_ids(transfer, found, counted=True),)
 
-    def _inserted(self, transfer: Transfer, ids: ReceivedIds, ctx: StepContext) -> Ticket:
+    def _inserted(self, transfer: Transfer, ids: ReadTicket, ctx: StepContext) -> Ticket:
         try:
             return self.shard.find_or_init(ids.groups, ids.counts_N, ctx=ctx)
         except ShoalError as error:

@@ -24,7 +24,7 @@ from shoal.ops.checks import (
     check_same_dtype,
     map_error,
 )
-from shoal.ops.dispatch import fresh, operator, widened
+from shoal.ops.dispatch import fresh, linear, operator, widened
 from shoal.ops.ids_by_shard import ValueOffset
 from shoal.ragged import Ragged
 
@@ -107,45 +107,27 @@ def _core_sum(buffer_E: Tensor, *offset_map: Any) -> Tensor:
     return value.to(buffer_E.dtype)
 
 
-def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    flat_E, offsets, ctx.dims = inputs
-    ctx.save_for_backward(*offsets)
-    ctx.size = flat_E.shape[0]
+def _gather_transposed(
+    grads: Sequence[Tensor], shape: torch.Size, offsets: list[Tensor], _: list[int]
+) -> Tensor:
+    if not grads[0].is_complex():
+        return scatter_flat(list(grads), offsets, shape[0], 1.0)  # type: ignore[no-any-return]
+    pairs = [torch.view_as_real(grad).flatten(1) for grad in grads]
+    twice = [2 * part for part in offsets]
+    return torch.view_as_complex(scatter_flat(pairs, twice, 2 * shape[0], 1.0).view(-1, 2))
 
 
-def _gather_backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
-    offsets = list(ctx.saved_tensors)
-    if grads[0].is_complex():
-        pairs = [torch.view_as_real(grad).flatten(1) for grad in grads]
-        twice = [2 * part for part in offsets]
-        flat_E = torch.view_as_complex(scatter_flat(pairs, twice, 2 * ctx.size, 1.0).view(-1, 2))
-    else:
-        flat_E = scatter_flat(list(grads), offsets, ctx.size, 1.0)
-    return flat_E, [None] * len(offsets), None
+def _scatter_transposed(
+    grad_E: Tensor, shapes: Sequence[torch.Size], offsets: list[Tensor], _: int, scale: float
+) -> list[Tensor]:
+    scaled_E = grad_E if scale == 1 else grad_E * scale
+    return gather_flat(scaled_E, offsets, [shape[1] for shape in shapes])  # type: ignore[no-any-return]
 
 
-def _setup_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    grads, offsets, _, ctx.scale = inputs
-    ctx.save_for_backward(*offsets)
-    ctx.dims = [grad.shape[1] for grad in grads]
-
-
-def _scatter_backward(ctx: Any, grad_E: Tensor) -> tuple[Any, ...]:
-    offsets = list(ctx.saved_tensors)
-    scaled_E = grad_E if ctx.scale == 1 else grad_E * ctx.scale
-    return gather_flat(scaled_E, offsets, ctx.dims), [None] * len(offsets), None, None
-
-
-def _setup_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    buffer_E, *tensors, ctx.dims, _ = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.size = buffer_E.shape[0]
-
-
-def _sum_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    buffer_E = grad.new_zeros(ctx.size)
-    fill_offsets(buffer_E, grad, *ctx.saved_tensors, ctx.dims)
-    return buffer_E, None, None, None, None, None, None
+def _sum_transposed(grad: Tensor, shape: torch.Size, *offset_map: Any) -> Tensor:
+    buffer_E = grad.new_zeros(shape)
+    fill_offsets(buffer_E, grad, *offset_map[:-1])
+    return buffer_E
 
 
 gather_flat = operator(
@@ -159,7 +141,7 @@ gather_flat = operator(
     check=lambda flat_E, offsets, dims: check_flat_offsets(
         _GATHER_OFFSETS, offsets, dims, flat_E.numel()
     ),
-    gradient=(_gather_backward, _setup_gather),
+    gradient=linear(_gather_transposed),
 )
 scatter_flat = operator(
     "scatter_flat(Tensor[] grads, Tensor[] offsets, SymInt size, float scale) -> Tensor",
@@ -170,7 +152,7 @@ scatter_flat = operator(
     check=lambda grads, offsets, size, scale: check_flat_offsets(
         _SCATTER_OFFSETS, offsets, [grad.shape[1] for grad in grads], size
     ),
-    gradient=(_scatter_backward, _setup_scatter),
+    gradient=linear(_scatter_transposed),
 )
 _MAP = "Tensor positions_N, Tensor splits_K1, Tensor offsets_V, Tensor offset_splits_U1, int[] dims"
 fill_offsets = operator(
@@ -190,7 +172,7 @@ sum_offsets = operator(
     triton="flat_rows:sum_offsets",
     fake=lambda buffer_E, *rest: buffer_E.new_empty(rest[-1]),
     check=lambda buffer_E, *offset_map: _check_map(*offset_map, buffer_E.numel()),
-    gradient=(_sum_backward, _setup_sum),
+    gradient=linear(_sum_transposed),
 )
 
 

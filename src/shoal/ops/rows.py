@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from shoal.ops.checks import (
     check_same_dtype,
     missing_id,
 )
-from shoal.ops.dispatch import by_core, fresh, operator, widened
+from shoal.ops.dispatch import by_core, fresh, linear, operator, widened
 
 
 class GatheredRows(NamedTuple):
@@ -84,32 +84,18 @@ def _core_scatter(grad_ND: Tensor, index_N: Tensor, rows: int, what: str) -> Ten
     return out_MD.to(grad_ND.dtype)
 
 
-def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    shards, index_N, _, ctx.what = inputs
-    ctx.save_for_backward(index_N)
-    ctx.counts = [rows.shape[0] for rows in shards]
-
-
-def _gather_backward(ctx: Any, grad_ND: Tensor) -> tuple[Any, ...]:
-    (index_N,) = ctx.saved_tensors
-    rows = sum(ctx.counts)
+def _gather_transposed(
+    grad_ND: Tensor, shapes: Sequence[torch.Size], index_N: Tensor, _: bool, what: str
+) -> list[Tensor]:
+    counts = [shape[0] for shape in shapes]
+    rows = sum(counts)
     if grad_ND.is_complex():
         pairs_ND = torch.view_as_real(grad_ND).flatten(1)
-        sums_MD = _scatter_rows(pairs_ND, index_N, rows, ctx.what).view(rows, -1, 2)
+        sums_MD = _scatter_rows(pairs_ND, index_N, rows, what).view(rows, -1, 2)
         sums_MD = torch.view_as_complex(sums_MD)
     else:
-        sums_MD = _scatter_rows(grad_ND, index_N, rows, ctx.what)
-    return list(torch.split(sums_MD, ctx.counts)), None, None, None
-
-
-def _setup_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, index_N, _, ctx.what = inputs
-    ctx.save_for_backward(index_N)
-
-
-def _scatter_backward(ctx: Any, grad_MD: Tensor) -> tuple[Any, ...]:
-    (index_N,) = ctx.saved_tensors
-    return _gather_rows([grad_MD], index_N, True, ctx.what), None, None, None
+        sums_MD = _scatter_rows(grad_ND, index_N, rows, what)
+    return list(torch.split(sums_MD, counts))
 
 
 _check_match = by_core(_core_match)
@@ -131,7 +117,7 @@ _gather_rows = operator(
     check=lambda shards, index_N, _, what: _check_index(
         index_N, sum(rows.shape[0] for rows in shards), what
     ),
-    gradient=(_gather_backward, _setup_gather),
+    gradient=linear(_gather_transposed),
 )
 _scatter_rows = operator(
     "scatter_rows(Tensor grad_ND, Tensor index_N, SymInt rows, str what) -> Tensor",
@@ -139,7 +125,9 @@ _scatter_rows = operator(
     triton="flat_rows:scatter_rows",
     fake=lambda grad_ND, index_N, rows, _: grad_ND.new_empty(rows, grad_ND.shape[1]),
     check=lambda grad_ND, index_N, rows, what: _check_index(index_N, rows, what),
-    gradient=(_scatter_backward, _setup_scatter),
+    gradient=linear(
+        lambda grad_MD, _, index_N, rows, what: _gather_rows([grad_MD], index_N, True, what)
+    ),
 )
 
 

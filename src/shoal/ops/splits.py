@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from shoal._core import ops as core
 from shoal.address import address, check_dense
 from shoal.errors import DTypeError, InputError
 from shoal.ops.checks import check_devices, check_ids, shape_error, value_error
-from shoal.ops.dispatch import by_core, fresh, operator
+from shoal.ops.dispatch import by_core, fresh, linear, operator
 from shoal.ops.ids import GOOD, value_rowids
 from shoal.ragged import Ragged
 
@@ -223,13 +223,8 @@ def _core_moved(rows_N: Tensor, order_N: Tensor, take: bool) -> Tensor:
     return out_N
 
 
-def _setup_moved(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
-    _, order_N, ctx.take = inputs
-    ctx.save_for_backward(order_N)
-
-
-def _moved_gradient(ctx: Any, grads_N: Tensor) -> tuple[Tensor, None, None]:
-    return _move_rows(grads_N, *ctx.saved_tensors, not ctx.take), None, None
+def _moved_transposed(grads_N: Tensor, _: torch.Size, order_N: Tensor, take: bool) -> Tensor:
+    return _move_rows(grads_N, order_N, not take)  # type: ignore[no-any-return]
 
 
 _partition = operator(
@@ -250,5 +245,5 @@ _move_rows = operator(
     triton="ids:move_rows",
     fake=lambda rows_N, *_: torch.empty_like(rows_N, memory_format=torch.contiguous_format),
     check=lambda _, order_N, take: _core_moved(order_N.cpu(), order_N.cpu(), take),
-    gradient=(_moved_gradient, _setup_moved),
+    gradient=linear(_moved_transposed),
 )
