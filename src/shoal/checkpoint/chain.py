@@ -12,21 +12,9 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from shoal.checkpoint import row_files
 from shoal.checkpoint.manifest import Manifest, SavedFile, SavedTable
-from shoal.checkpoint.row_files import (
-    Columns,
-    ReadBuffer,
-    RowLayout,
-    batches,
-    check_streaming,
-    damaged,
-    joined,
-    layout_of,
-    open_batches,
-    parsing,
-    read_rows,
-    selected,
-)
+from shoal.checkpoint.row_files import Columns, ReadBuffer, RowLayout
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import CheckpointStore
 from shoal.checkpoint.writing_plan import ascends, bounds, histogram
@@ -53,8 +41,8 @@ class Link:
         self, file: SavedFile, buffer: ReadBuffer | None = None
     ) -> Iterator[tuple[int, Columns]]:
         """Rows or ids of a file of it, read whole and checked: see `read_rows`."""
-        layout = layout_of(file, self.manifest.tables)
-        return read_rows(self.storage, file, layout, buffer, version=self.manifest.version)
+        newest, layout = self.manifest.version, row_files.layout_of(file, self.manifest.tables)
+        return row_files.read_rows(self.storage, file, layout, buffer, version=newest)
 
 
 @dataclass(eq=False)
@@ -80,7 +68,7 @@ class ChainFile:
     ) -> Iterator[tuple[Tensor, Columns]]:
         """Ascending sort keys and columns of the hashes [start, stop) of a table of the file."""
         if self._index is None:
-            check_streaming(self.link.storage, self.saved)
+            row_files.check_streaming(self.link.storage, self.saved)
             with self._parsing():
                 opened(self, False)
                 self._index = list(self._indexed(opened(self, True)))
@@ -95,19 +83,19 @@ class ChainFile:
             keys = self._keys(table, columns[0])
             if not ascends(keys) or (before is not None and before >= int(keys[0])):
                 got = "rows out of order"
-                raise damaged(self.link.storage, self.saved.path, got, "rows by hash")
+                raise row_files.damaged(self.link.storage, self.saved.path, got, "rows by hash")
             before = int(keys[-1])
             inside = slice(*bounds(keys, start, stop))
-            yield keys[inside], selected(columns, inside)
+            yield keys[inside], row_files.selected(columns, inside)
 
     def reader(self, ids_only: bool) -> Any:
         """What reads its record batches, or only their ids."""
         storage = self.link.storage
         file = storage.open_arrow(self.saved.path)
-        return open_batches(storage, self.saved, self._layout, file, ids_only=ids_only)
+        return row_files.open_batches(storage, self.saved, self._layout, file, ids_only=ids_only)
 
     def _indexed(self, reader: Any) -> Iterator[tuple[int, int, int, int]]:
-        for number, table, batch in batches(self.link.storage, self.saved, reader):
+        for number, table, batch in row_files.batches(self.link.storage, self.saved, reader):
             ends = self._layout.to_columns(batch, _copied)[0][[0, -1]]
             first, last = self._keys(table, ends).tolist()
             yield number, table, first, last
@@ -119,10 +107,10 @@ class ChainFile:
 
     @property
     def _layout(self) -> RowLayout:
-        return layout_of(self.saved, self.link.manifest.tables)
+        return row_files.layout_of(self.saved, self.link.manifest.tables)
 
     def _parsing(self) -> Any:
-        return parsing(self.link.storage, self.saved.path, "an Arrow IPC file")
+        return row_files.parsing(self.link.storage, self.saved.path, "an Arrow IPC file")
 
 
 class Chain:
@@ -216,15 +204,15 @@ class Chain:
         """Rows with `start <= h < stop`, ordered by h."""
         layout = RowLayout.of(self.tables[table])
         found = list(self._counting(table, start, stop, ids_only=False))
-        columns = joined(layout, [columns for _, columns in found])
+        columns = row_files.joined(layout, [columns for _, columns in found])
         keys = torch.cat([columns[0][:0], *(keys for keys, _ in found)])
         if ascends(keys):
             return columns
         keys, order = keys.sort()
         if not ascends(keys):
             where, key = self.last.storage, self.tables[table].key
-            raise damaged(where, "rows", f"a row of table {key!r} twice", "each row once")
-        return selected(columns, order)
+            raise row_files.damaged(where, "rows", f"a row of table {key!r} twice", "each row once")
+        return row_files.selected(columns, order)
 
     def chunks(self, table: int, *, piece_bytes: int = 8 << 20) -> Iterator[Columns]:
         """All rows of a table, ordered by h, in pieces of about that many bytes."""
@@ -257,7 +245,7 @@ class Chain:
             for keys, columns in file.rows(self._open, index, start, stop, ids_only or not alive):
                 fresh = newer.unseen(file.number, columns[0], remember=file.number > 0)
                 if alive and fresh is not None:
-                    keys, columns = keys[fresh], selected(columns, fresh)
+                    keys, columns = keys[fresh], row_files.selected(columns, fresh)
                 if alive:
                     yield keys, columns
 

@@ -115,11 +115,12 @@ def load(
         and not any(t.trimmed for t in tallies)
         and max(versions) <= one.manifest.version  # of which cursors are
     )
+    alike = len(one.rank_states) == ranks.world_size
     return Loaded(
         manifest=one.manifest,
-        state=one.state.state,
-        rank_state=one.state.of_rank(ranks.rank, ranks.world_size),
-        rank_states=one.state.rank_states,
+        state=one.state,
+        rank_state=one.rank_states[ranks.rank] if alike else None,
+        rank_states=one.rank_states,
         rows=rows,
         expired=expired,
         cursors=applied[ranks.rank] if whole else None,
@@ -203,7 +204,7 @@ class _Load:
         self.dense = DenseLoad(
             self._storage, self.manifest, contents.modules, contents.optimizers, options
         )
-        self.state = job_state.read(self._storage, self.manifest)
+        self.state, self.rank_states = job_state.read(self._storage, self.manifest)
 
     def check(self) -> int:
         """Compare what is dense; the version that this rank's tables are at."""

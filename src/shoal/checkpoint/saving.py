@@ -482,8 +482,13 @@ def begin(
         if any(other != wanted for other, _ in said):
             raise _differ([other for other, _ in said])
         point = take_snapshot_point(contents, since, ranks)
+        shards = {name: tables.shard for name, tables in contents.tables.items()}
         undone.callback(point.close)
-        steps = together(ranks, f"last steps of checkpoint {name}", lambda: point.last_steps)
+        steps = together(
+            ranks,
+            f"last steps of checkpoint {name}",
+            lambda: {name: one.last_step for name, one in shards.items()},
+        )
         undone.pop_all()
     draft = Manifest(
         schema=SCHEMA,
@@ -495,7 +500,7 @@ def begin(
         parent=None
         if parent is None
         else Parent(folder=folder_name(parent.step, parent.kind), id=parent.id),
-        seed=point.seed,
+        seed=next((shard.seed for shard in shards.values()), 0),
         last_steps={key: max(one[key] for one in steps) for key in contents.tables},
         world_size=ranks.world_size,
         created_s=said[0][1][1],

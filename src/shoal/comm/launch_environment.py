@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, overload
+from typing import Literal, TypeVar
 
 from shoal.errors import ConfigError, LaunchError
 
@@ -108,6 +108,7 @@ DEFAULT_PORT = 29500
 MAX_TIMEOUT_S = 10**8  # three years; larger ones overflow the clocks of Gloo and NCCL
 LOOPBACK = "127.0.0.1"
 Launcher = Literal["torchrun", "mpi", "slurm", "single"]
+Default = TypeVar("Default", int, None)
 
 # What holds rank, world size, local rank and local world size, for messages.
 _VARIABLES: Mapping[str, tuple[str, str, str, str]] = {
@@ -193,7 +194,7 @@ def open_mpi(environ: Mapping[str, str] | None = None) -> OpenMpi:
         LaunchError: one of them is no number.
     """
     environ = os.environ if environ is None else environ
-    return OpenMpi(*(_optional(environ, name) for name in _VARIABLES["mpi"]))
+    return OpenMpi(*(_optional(environ, name, None) for name in _VARIABLES["mpi"]))
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Launch:
@@ -325,11 +326,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
         ) from None
 
 
-@overload
-def _optional(environ: Mapping[str, str], name: str, default: int) -> int: ...
-@overload
-def _optional(environ: Mapping[str, str], name: str, default: None = None) -> int | None: ...
-def _optional(environ: Mapping[str, str], name: str, default: int | None = None) -> int | None:
+def _optional(environ: Mapping[str, str], name: str, default: Default) -> int | Default:
     return _number(environ, name) if environ.get(name) else default
 
 
