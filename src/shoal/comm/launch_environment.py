@@ -167,14 +167,10 @@ class Launch:
 def _check(name: str, value: int, least: int, below: tuple[str, int] | None) -> None:
     if value >= least and (below is None or value < below[1]):
         return
-    raise LaunchError(
-        f"launcher variable {name}",
-        got=value,
-        allowed=f"{least} or more"
-        if below is None
-        else f"{least} to {below[1] - 1}, given {below[0]}",
-        remedy="Launch with torchrun, mpirun or srun, and do not set these by hand.",
+    allowed = (
+        f"{least} or more" if below is None else f"{least} to {below[1] - 1}, given {below[0]}"
     )
+    raise _refused(name, value, allowed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,12 +314,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise LaunchError(
-            f"launcher variable {name}",
-            got=repr(text),
-            allowed="a whole number",
-            remedy="Unset it, or launch with torchrun, mpirun or srun.",
-        ) from None
+        raise _refused(name, repr(text), "a whole number") from None
 
 
 def _optional(environ: Mapping[str, str], name: str, default: Default) -> int | Default:
@@ -331,12 +322,12 @@ def _optional(environ: Mapping[str, str], name: str, default: Default) -> int | 
 
 
 def _incomplete(name: str, got: str) -> LaunchError:
-    return LaunchError(
-        f"launcher variable {name}",
-        got=got,
-        allowed="rank and world size together",
-        remedy="Launch with torchrun, mpirun or srun, or unset the others.",
-    )
+    return _refused(name, got, "rank and world size together")
+
+
+def _refused(name: str, got: object, allowed: str) -> LaunchError:
+    remedy = "Launch with torchrun, mpirun or srun, or unset all of them; do not set some by hand."
+    return LaunchError(f"launcher variable {name}", got=got, allowed=allowed, remedy=remedy)
 
 
 def _contradiction(said: str, other: Launch) -> LaunchError:
