@@ -91,6 +91,17 @@ def set_bounds_checks(enabled: bool) -> None:
     _bounds_checks = enabled
 
 
+@contextlib.contextmanager
+def bounds_checks(enabled: bool = True) -> Iterator[None]:
+    """`set_bounds_checks` for the length of a block."""
+    before = _bounds_checks
+    set_bounds_checks(enabled)
+    try:
+        yield
+    finally:
+        set_bounds_checks(before)
+
+
 def operator(
     schema: str,
     *,

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from shoal import ops
 from shoal.errors import DTypeError, InputError, ShapeError
+from shoal.ops.dispatch import bounds_checks
 from shoal.ragged import Ragged
 from support import ops_reference as reference
 from support.backends import BACKENDS
-from support.checked_bounds import bounds_checks
 from support.ids import all_equal, int64, moved
 
 pytestmark = pytest.mark.usefixtures("poisoned")

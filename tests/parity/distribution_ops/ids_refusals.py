@@ -9,9 +9,9 @@ import torch
 
 import shoal.ops as ops
 from shoal.errors import DTypeError, InputError, ShapeError
+from shoal.ops.dispatch import bounds_checks
 from shoal.ragged import Ragged
 from support.backends import forced
-from support.checked_bounds import bounds_checks
 from support.ids import int64
 
 IDS = int64(3, 4, 3)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import shoal.ops as ops
 from shoal.errors import DTypeError, InputError, ShapeError
+from shoal.ops.dispatch import bounds_checks
 from support.backends import BACKENDS, Implementation, forced
-from support.checked_bounds import bounds_checks
 
 T = torch.tensor
 implementations = pytest.mark.parametrize("impl", BACKENDS)

@@ -7,8 +7,8 @@ import torch
 
 from shoal import ops
 from shoal.errors import DTypeError, InputError, ShapeError
+from shoal.ops.dispatch import bounds_checks
 from support.backends import BACKENDS, Implementation
-from support.checked_bounds import bounds_checks
 from support.segments import REDUCES, SEGMENTS, ints
 
 pytestmark = pytest.mark.usefixtures("poisoned")

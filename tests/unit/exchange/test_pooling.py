@@ -15,9 +15,9 @@ from shoal.embedding.layouts import Feature, Layout, LayoutKind, LayoutSlice, de
 from shoal.errors import ConfigError, DTypeError, InputError
 from shoal.exchange.pooling import HostedColumns, ReceivedRows
 from shoal.lookup import Output, Pool, PoolPlan, Slice
+from shoal.ops.dispatch import bounds_checks
 from shoal.table.spec import TableSpec
 from support.backends import BACKENDS, Implementation, forced
-from support.checked_bounds import bounds_checks
 from support.poison import poisoned
 from support.received import Received, batch_of, make_received, table
 

@@ -15,12 +15,12 @@ from shoal.exchange.all_to_all import AllToAllExchange
 from shoal.exchange.local import Exchange, LocalExchange, Request
 from shoal.exchange.pooling import HostedColumns, ReceivedRows
 from shoal.lookup import Output, Pool, PoolPlan, Slice
+from shoal.ops.dispatch import bounds_checks
 from shoal.ragged import KeyedRagged
 from shoal.table.hosting import plan_placement
 from shoal.table.shard import GradRecord, IdGroups, StepContext
 from shoal.table.spec import TableSpec
 from support.backends import BACKENDS, Implementation, forced
-from support.checked_bounds import bounds_checks
 from support.poison import poisoned
 from support.received import CTX, Received, batch_of, make_received, table
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from shoal import ops
 from shoal.errors import DeviceUnavailable, InputError, ShapeError
+from shoal.ops.dispatch import bounds_checks
 from shoal.ragged import Ragged
 from support.backends import forced
-from support.checked_bounds import bounds_checks
 
 ON_CPU = [
     "reference",

@@ -26,10 +26,10 @@ from shoal.ops import (
     segment_sum,
     sharding_sparse_fids,
 )
+from shoal.ops.dispatch import bounds_checks
 from shoal.ragged import KeyedRagged
 from support import ops_reference as reference
 from support.backends import BACKENDS, Implementation, forced
-from support.checked_bounds import bounds_checks
 
 LEAST = -(1 << 63)
 CONFIGS = FeatureConfigs(
