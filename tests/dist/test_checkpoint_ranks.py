@@ -12,11 +12,11 @@ from unittest import mock
 import pytest
 
 from shoal import _core
+from shoal.checkpoint import saving as job_saving
 from shoal.checkpoint import sharded_rows, writing
 from shoal.checkpoint.loading import load
-from shoal.checkpoint.saving import begin, save
+from shoal.checkpoint.saving import Saving, begin, save
 from shoal.checkpoint.store import CheckpointStore
-from shoal.checkpoint.writing import JobWriter
 from shoal.comm import launch
 from shoal.comm.collectives import Collectives
 from shoal.errors import CheckpointError, CollectiveFailed
@@ -138,14 +138,14 @@ def give_up_everywhere(ranks: Collectives, root: str) -> None:
 
 
 def give_up_before(stage: str, ranks: Collectives) -> Any:
-    run = JobWriter._stage
+    run = Saving._stage
 
-    def given_up(self: JobWriter, what: str, *args: Any, **parts: Any) -> Any:
+    def given_up(self: Saving, what: str, *args: Any, **parts: Any) -> Any:
         if what == stage:
             self.abort()
         return run(self, what, *args, **parts)
 
-    return on_rank_1(ranks, mock.patch.object(JobWriter, "_stage", given_up))
+    return on_rank_1(ranks, mock.patch.object(Saving, "_stage", given_up))
 
 
 @pytest.mark.slow
@@ -166,7 +166,7 @@ def fail_beside_rows(ranks: Collectives, root: str) -> None:
     saving = begin(root, contents, step=3, position=0, collectives=ranks)
     parts: dict[str, Any] = dict(kind="delta", parent=saving.wait(), since=saving.cursors)
     parts |= dict(step=4, position=0, collectives=ranks)
-    for owner, name in ((CpuSnapshot, "deleted"), (writing, "write_whole")):
+    for owner, name in ((CpuSnapshot, "deleted"), (job_saving, "write_whole")):
         with (
             on_rank_1(ranks, mock.patch.object(owner, name, broken)),
             pytest.raises(CheckpointError, match="on rank 1: OSError: the disk is gone"),

@@ -19,8 +19,7 @@ import torch
 
 from shoal.checkpoint import CheckpointStore, compact, maintenance, verify
 from shoal.checkpoint.loading import load
-from shoal.checkpoint.saving import begin
-from shoal.checkpoint.writing import JobWriter
+from shoal.checkpoint.saving import Saving, begin
 from shoal.comm import launch
 from shoal.errors import ShoalError
 from support import crash_program
@@ -212,7 +211,7 @@ def saved_by_two(root: str, doomed: int, stage: str, when: str) -> list[str]:
     first = begin(root, job.contents(), step=2, position=2, collectives=ranks)
     manifest = first.wait()
     job.step()
-    inner = JobWriter._stage
+    inner = Saving._stage
 
     def dies(self: Any, what: str, work: Any, **parts: Any) -> Any:
         if what != stage or mesh.rank != doomed:
@@ -221,7 +220,7 @@ def saved_by_two(root: str, doomed: int, stage: str, when: str) -> list[str]:
             work()
         return os.kill(os.getpid(), signal.SIGKILL)
 
-    JobWriter._stage = dies  # type: ignore[method-assign]
+    Saving._stage = dies  # type: ignore[method-assign]
     saving = begin(
         root,
         job.contents(),

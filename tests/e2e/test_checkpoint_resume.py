@@ -19,9 +19,9 @@ from rich.console import Console
 
 from shoal import config, train
 from shoal.checkpoint import CheckpointStore, diff, read_manifest, verify
+from shoal.checkpoint.saving import Saving
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import claim
-from shoal.checkpoint.writing import JobWriter
 from shoal.data import flights
 from shoal.errors import CheckpointError, ConfigError
 from shoal.train.learner import Learner
@@ -292,15 +292,15 @@ def test_a_named_folder_of_checkpoints_is_gone_on_from(
 def test_a_save_that_is_late_is_throttled_no_more_and_leaves_out_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain, go_on, stopped = JobWriter.run, threading.Event(), threading.Event()
-    apply, stop = Learner.apply, JobWriter.stop_throttling
+    plain, go_on, stopped = Saving.run, threading.Event(), threading.Event()
+    apply, stop = Learner.apply, Saving.stop_throttling
     set_aside: list[int] = []
 
-    def run(self: JobWriter, **how: bool) -> Any:
+    def run(self: Saving, **how: bool) -> Any:
         assert go_on.wait(60)
         return plain(self, **how)
 
-    def told(self: JobWriter) -> None:
+    def told(self: Saving) -> None:
         stopped.set()
         stop(self)
 
@@ -311,8 +311,8 @@ def test_a_save_that_is_late_is_throttled_no_more_and_leaves_out_the_next(
             go_on.set()
         apply(self)
 
-    monkeypatch.setattr(JobWriter, "run", run)
-    monkeypatch.setattr(JobWriter, "stop_throttling", told)
+    monkeypatch.setattr(Saving, "run", run)
+    monkeypatch.setattr(Saving, "stop_throttling", told)
     monkeypatch.setattr(Learner, "apply", step)
     slow = {"checkpoint": {"every_steps": 1, "full_every": 99, "background": True}}
     (folder,) = run_all([(tmp_path, slow, None)])

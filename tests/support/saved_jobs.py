@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from shoal.checkpoint import writing
+from shoal.checkpoint import saving
 from shoal.checkpoint.job_state import Contents
 from shoal.placement import Placement, hash_ids, owners
 from shoal.rules.admission import Admission
@@ -103,11 +103,11 @@ FEW = Sizes(ids=(80, 30, 40, 30), batch=(30, 15, 16, 10))
 @contextlib.contextmanager
 def small_files() -> Iterator[None]:
     """Files and pieces so small that small tables have several."""
-    smaller = functools.partial(writing.split, file_bytes=60_000, small_bytes=30_000)
-    pieces = functools.partial(writing.plan_writing, piece_bytes=25_000)
+    smaller = functools.partial(saving.split, file_bytes=60_000, small_bytes=30_000)
+    pieces = functools.partial(saving.plan_writing, piece_bytes=25_000)
     with (
-        mock.patch.object(writing, "split", smaller),
-        mock.patch.object(writing, "plan_writing", pieces),
+        mock.patch.object(saving, "split", smaller),
+        mock.patch.object(saving, "plan_writing", pieces),
     ):
         yield
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -12,19 +12,9 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from shoal.checkpoint import row_files
 from shoal.checkpoint.manifest import Manifest, SavedFile, SavedTable
-from shoal.checkpoint.row_files import (
-    Columns,
-    RowLayout,
-    batches,
-    check_streaming,
-    damaged,
-    joined,
-    layout_of,
-    open_batches,
-    parsing,
-    selected,
-)
+from shoal.checkpoint.row_files import Columns, ReadBuffer, RowLayout
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import CheckpointStore
 from shoal.checkpoint.writing_plan import ascends, bounds, histogram
@@ -47,13 +37,80 @@ class Link:
         """A table of it."""
         return next((one for one in self.manifest.tables if one.key == key), None)
 
+    def read(
+        self, file: SavedFile, buffer: ReadBuffer | None = None
+    ) -> Iterator[tuple[int, Columns]]:
+        """Rows or ids of a file of it, read whole and checked: see `read_rows`."""
+        newest, layout = self.manifest.version, row_files.layout_of(file, self.manifest.tables)
+        return row_files.read_rows(self.storage, file, layout, buffer, version=newest)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(eq=False)
 class ChainFile:
-    """A file of rows or of deletions; `link` counts checkpoints of the chain, the full one is 0."""
+    """A file of rows or of deletions, read whole (`Link.read`) or by ranges of hashes.
 
-    link: int
-    file: SavedFile
+    Of ranges its checksum is compared before it is parsed for the first time.
+
+    Args:
+        number: of its checkpoint in the chain; the full one is 0.
+        link: its checkpoint.
+        saved: what the manifest says of it.
+    """
+
+    number: int
+    link: Link
+    saved: SavedFile
+    _index: list[tuple[int, int, int, int]] | None = None
+    """Number, table, first and last sort key of each record batch."""
+
+    def rows(
+        self, opened: Callable[..., Any], table: int, start: int, stop: int, ids_only: bool
+    ) -> Iterator[tuple[Tensor, Columns]]:
+        """Ascending sort keys and columns of the hashes [start, stop) of a table of the file."""
+        if self._index is None:
+            row_files.check_streaming(self.link.storage, self.saved)
+            with self._parsing():
+                opened(self, False)
+                self._index = list(self._indexed(opened(self, True)))
+        low, high, before = start - (1 << 63), stop - 1 - (1 << 63), None
+        for number, its, first, last in self._index:
+            if its != table or first > high or last < low:
+                continue
+            with self._parsing():
+                batch = opened(self, ids_only).get_batch(number)
+                batch.validate()
+                columns = self._layout.to_columns(batch, _copied)
+            keys = self._keys(table, columns[0])
+            if not ascends(keys) or (before is not None and before >= int(keys[0])):
+                got = "rows out of order"
+                raise row_files.damaged(self.link.storage, self.saved.path, got, "rows by hash")
+            before = int(keys[-1])
+            inside = slice(*bounds(keys, start, stop))
+            yield keys[inside], row_files.selected(columns, inside)
+
+    def reader(self, ids_only: bool) -> Any:
+        """What reads its record batches, or only their ids."""
+        storage = self.link.storage
+        file = storage.open_arrow(self.saved.path)
+        return row_files.open_batches(storage, self.saved, self._layout, file, ids_only=ids_only)
+
+    def _indexed(self, reader: Any) -> Iterator[tuple[int, int, int, int]]:
+        for number, table, batch in row_files.batches(self.link.storage, self.saved, reader):
+            ends = self._layout.to_columns(batch, _copied)[0][[0, -1]]
+            first, last = self._keys(table, ends).tolist()
+            yield number, table, first, last
+
+    def _keys(self, table: int, ids: Tensor) -> Tensor:
+        its = self.link.table(self.saved.tables[table])
+        assert its is not None
+        return sort_key(hash_ids(its.hash_name, ids))
+
+    @property
+    def _layout(self) -> RowLayout:
+        return row_files.layout_of(self.saved, self.link.manifest.tables)
+
+    def _parsing(self) -> Any:
+        return row_files.parsing(self.link.storage, self.saved.path, "an Arrow IPC file")
 
 
 class Chain:
@@ -72,6 +129,7 @@ class Chain:
     Attributes:
         links: the full one first.
         tables: of the last link, in its order; a table's index is that into this.
+        files: of rows and deletions, the newest link's first.
 
     Raises:
         CheckpointError: a link is missing or of another chain (`CheckpointStore.chain`), or a
@@ -87,11 +145,13 @@ class Chain:
         )
         self.last = self.links[-1]
         self.tables = self.last.manifest.tables
-        self._files = [
-            [_RangedFile(one.storage, file, one.manifest.tables) for file in one.manifest.files]
-            for one in self.links
-        ]
-        self._open = lru_cache(maxsize=_OPEN)(_RangedFile.reader)
+        self.files = tuple(
+            ChainFile(number, link, file)
+            for number, link in reversed(tuple(enumerate(self.links)))
+            for file in link.manifest.files
+            if file.kind in ("rows", "deleted")
+        )
+        self._open = lru_cache(maxsize=_OPEN)(ChainFile.reader)
         if check:
             self.check_forms({table.key for table in self.tables})
 
@@ -121,9 +181,9 @@ class Chain:
         """A table in each link that has it, the full one first."""
         return [table for link in self.links if (table := link.table(key)) is not None]
 
-    def most_rows(self, key: str) -> int:
+    def most_rows(self, table: int) -> int:
         """Rows that a table has at most: those of all links together."""
-        return sum(table.rows for table in self.along(key))
+        return sum(one.rows for one in self.along(self.tables[table].key))
 
     def fewest_rows(self, key: str) -> int:
         """Rows that a table has at least."""
@@ -144,15 +204,15 @@ class Chain:
         """Rows with `start <= h < stop`, ordered by h."""
         layout = RowLayout.of(self.tables[table])
         found = list(self._counting(table, start, stop, ids_only=False))
-        columns = joined(layout, [columns for _, columns in found])
+        columns = row_files.joined(layout, [columns for _, columns in found])
         keys = torch.cat([columns[0][:0], *(keys for keys, _ in found)])
         if ascends(keys):
             return columns
         keys, order = keys.sort()
         if not ascends(keys):
             where, key = self.last.storage, self.tables[table].key
-            raise damaged(where, "rows", f"a row of table {key!r} twice", "each row once")
-        return selected(columns, order)
+            raise row_files.damaged(where, "rows", f"a row of table {key!r} twice", "each row once")
+        return row_files.selected(columns, order)
 
     def chunks(self, table: int, *, piece_bytes: int = 8 << 20) -> Iterator[Columns]:
         """All rows of a table, ordered by h, in pieces of about that many bytes."""
@@ -177,51 +237,35 @@ class Chain:
     ) -> Iterator[tuple[Tensor, Columns]]:
         """Sort keys and columns of the rows of a range that count, batch after batch."""
         key, newer = self.tables[table].key, Newer()
-        for number in reversed(range(len(self.links))):
-            for file in self._files[number]:
-                saved, alive = file.saved, file.saved.kind == "rows"
-                if not alive and (saved.kind != "deleted" or number == 0):
-                    continue
-                if key not in saved.tables or saved.start >= stop or saved.stop <= start:
-                    continue
-                for keys, columns in file.rows(
-                    self._open, saved.tables.index(key), start, stop, ids_only or not alive
-                ):
-                    fresh = newer.unseen(number, columns[0], remember=number > 0)
-                    if alive and fresh is not None:
-                        keys, columns = keys[fresh], selected(columns, fresh)
-                    if alive:
-                        yield keys, columns
+        for file in self.files:
+            saved, alive = file.saved, file.saved.kind == "rows"
+            if key not in saved.tables or saved.start >= stop or saved.stop <= start:
+                continue
+            index = saved.tables.index(key)
+            for keys, columns in file.rows(self._open, index, start, stop, ids_only or not alive):
+                fresh = newer.unseen(file.number, columns[0], remember=file.number > 0)
+                if alive and fresh is not None:
+                    keys, columns = keys[fresh], row_files.selected(columns, fresh)
+                if alive:
+                    yield keys, columns
 
 
-def runs(
-    manifests: Sequence[Manifest], wanted: Callable[[SavedFile], bool]
-) -> list[tuple[ChainFile, ...]]:
-    """Files of rows and deletions in runs that share no row: each run newest first.
+def runs(files: Iterable[ChainFile]) -> list[tuple[ChainFile, ...]]:
+    """Files of a chain in runs that share no row: each run newest first.
 
     What was met is remembered within a run only, so that a long chain of a large table needs
     little memory: a run is as many hashes as the widest of its files.
-
-    Args:
-        manifests: of a chain, the full checkpoint first.
-        wanted: whether a file is read at all.
     """
-    files = [
-        ChainFile(link, file)
-        for link, manifest in enumerate(manifests)
-        for file in manifest.files
-        if file.kind in ("rows", "deleted") and wanted(file)
-    ]
     found: list[list[ChainFile]] = []
     for together in _by_tables(files):
         stop = 0
-        for one in sorted(together, key=lambda each: (each.file.start, each.file.path)):
-            if one.file.start >= stop:
+        for one in sorted(together, key=lambda each: (each.saved.start, each.saved.path)):
+            if one.saved.start >= stop:
                 found.append([])
-            stop = max(stop, one.file.stop)
+            stop = max(stop, one.saved.stop)
             found[-1].append(one)
     return [
-        tuple(sorted(run, key=lambda one: (-one.link, one.file.start, one.file.path)))
+        tuple(sorted(run, key=lambda one: (-one.number, one.saved.start, one.saved.path)))
         for run in found
     ]
 
@@ -256,7 +300,7 @@ def _by_tables(files: Iterable[ChainFile]) -> list[list[ChainFile]]:
     """Files apart by table; tables that share a file stay together."""
     groups: list[tuple[set[str], list[ChainFile]]] = []
     for one in files:
-        tables, members = set(one.file.tables), [one]
+        tables, members = set(one.saved.tables), [one]
         apart = []
         for names, others in groups:
             if names & tables:
@@ -271,64 +315,6 @@ def _form(table: SavedTable) -> str:
     """What rows of one table must have in common to be merged."""
     segments = (f"{s.name}[{s.dim}+{s.state_width} {s.optimizer}]" for s in table.segments)
     return f"{table.dtype} {', '.join(segments)}, hashed as {table.hash_name!r}"
-
-
-@dataclass(eq=False)
-class _RangedFile:
-    """A file of rows or ids, of which ranges are read.
-
-    Its checksum is compared before it is parsed for the first time.
-    """
-
-    storage: Storage
-    saved: SavedFile
-    tables: tuple[SavedTable, ...]
-    _index: list[tuple[int, int, int, int]] | None = None
-    """Number, table, first and last sort key of each record batch."""
-
-    def rows(
-        self, opened: Callable[..., Any], table: int, start: int, stop: int, ids_only: bool
-    ) -> Iterator[tuple[Tensor, Columns]]:
-        """Ascending sort keys and columns of the hashes [start, stop) of a table of the file."""
-        layout = layout_of(self.saved, self.tables)
-        if self._index is None:
-            check_streaming(self.storage, self.saved)
-            with self._parsing():
-                opened(self, False)
-                self._index = list(self._indexed(layout, opened(self, True)))
-        low, high, before = start - (1 << 63), stop - 1 - (1 << 63), None
-        for number, its, first, last in self._index:
-            if its != table or first > high or last < low:
-                continue
-            with self._parsing():
-                batch = opened(self, ids_only).get_batch(number)
-                batch.validate()
-                columns = layout.to_columns(batch, _copied)
-            keys = self._keys(table, columns[0])
-            if not ascends(keys) or (before is not None and before >= int(keys[0])):
-                raise damaged(self.storage, self.saved.path, "rows out of order", "rows by hash")
-            before = int(keys[-1])
-            inside = slice(*bounds(keys, start, stop))
-            yield keys[inside], selected(columns, inside)
-
-    def reader(self, ids_only: bool) -> Any:
-        """What reads its record batches, or only their ids."""
-        file, layout = self.storage.open_arrow(self.saved.path), layout_of(self.saved, self.tables)
-        return open_batches(self.storage, self.saved, layout, file, ids_only=ids_only)
-
-    def _indexed(self, layout: RowLayout, reader: Any) -> Iterator[tuple[int, int, int, int]]:
-        for number, table, batch in batches(self.storage, self.saved, reader):
-            ends = layout.to_columns(batch, _copied)[0][[0, -1]]
-            first, last = self._keys(table, ends).tolist()
-            yield number, table, first, last
-
-    def _keys(self, table: int, ids: Tensor) -> Tensor:
-        key = self.saved.tables[table]
-        name = next(one.hash_name for one in self.tables if one.key == key)
-        return sort_key(hash_ids(name, ids))
-
-    def _parsing(self) -> Any:
-        return parsing(self.storage, self.saved.path, "an Arrow IPC file")
 
 
 def _copied(buffer: pa.Buffer, dtype: torch.dtype, first: int, count: int) -> Tensor:

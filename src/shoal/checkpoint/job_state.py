@@ -6,7 +6,7 @@ import io
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -56,16 +56,11 @@ class Contents:
 STATE_PATH = "state.pt"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class JobState:
+class JobState(NamedTuple):
     """State of the job and of each rank that saved it, by rank."""
 
     state: Mapping[str, Any]
     rank_states: tuple[Mapping[str, Any], ...]
-
-    def of_rank(self, rank: int, world_size: int) -> Mapping[str, Any] | None:
-        """A rank's own state; None where the job had another number of ranks."""
-        return self.rank_states[rank] if len(self.rank_states) == world_size else None
 
 
 def check_state(state: Mapping[str, Any], what: str) -> None:

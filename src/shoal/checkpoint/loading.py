@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,15 +89,9 @@ def load(
     wanted = LoadOptions() if options is None else options
     # What is newest may change under the ranks: the first one's word counts.
     root, name = together(ranks, "finding a checkpoint", lambda: _found(url))[0]
-    prepared: list[_Load] = []
-
-    def prepare() -> int:
-        one = _Load(CheckpointStore(root), name, contents, wanted, ranks)
-        prepared.append(one)
-        return one.check()
-
-    versions = together(ranks, f"checking checkpoint {name}", prepare)
-    (one,) = prepared
+    one = _Load(contents, wanted, ranks)
+    check = partial(one.check, CheckpointStore(root), name)
+    versions = together(ranks, f"checking checkpoint {name}", check)
     try:
         tallies = together(ranks, f"loading the tables of checkpoint {name}", one.rows.load)
         together(ranks, f"reading the dense part of checkpoint {name}", one.dense.read)
@@ -115,11 +110,12 @@ def load(
         and not any(t.trimmed for t in tallies)
         and max(versions) <= one.manifest.version  # of which cursors are
     )
+    alike = len(one.rank_states) == ranks.world_size
     return Loaded(
         manifest=one.manifest,
-        state=one.state.state,
-        rank_state=one.state.of_rank(ranks.rank, ranks.world_size),
-        rank_states=one.state.rank_states,
+        state=one.state,
+        rank_state=one.rank_states[ranks.rank] if alike else None,
+        rank_states=one.rank_states,
         rows=rows,
         expired=expired,
         cursors=applied[ranks.rank] if whole else None,
@@ -179,15 +175,12 @@ def load_share(
 class _Load:
     """One rank's part of a load, stage by stage; no stage talks to other ranks."""
 
-    def __init__(
-        self,
-        store: CheckpointStore,
-        name: str,
-        contents: Contents,
-        options: LoadOptions,
-        ranks: Collectives,
-    ) -> None:
-        self._contents, self._ranks, self._resumes = contents, ranks, options.state
+    def __init__(self, contents: Contents, options: LoadOptions, ranks: Collectives) -> None:
+        self._contents, self._options, self._ranks = contents, options, ranks
+
+    def check(self, store: CheckpointStore, name: str) -> int:
+        """Compare all that is there; the version that this rank's tables are at."""
+        contents, options, ranks = self._contents, self._options, self._ranks
         specs = {key: hosting.specs for key, hosting in contents.tables.items()}
         chain = Chain(store, name, check=False)
         self.matches = match_tables(chain.tables, specs, options)
@@ -203,11 +196,8 @@ class _Load:
         self.dense = DenseLoad(
             self._storage, self.manifest, contents.modules, contents.optimizers, options
         )
-        self.state = job_state.read(self._storage, self.manifest)
-
-    def check(self) -> int:
-        """Compare what is dense; the version that this rank's tables are at."""
-        self.dense.check(self._ranks.rank, self._ranks.world_size)
+        self.state, self.rank_states = job_state.read(self._storage, self.manifest)
+        self.dense.check(ranks.rank, ranks.world_size)
         return max((shard.close_version() for shard in self._shards()), default=0)
 
     def warn_of_seeds(self) -> None:
@@ -254,7 +244,7 @@ class _Load:
             if steps:
                 # Collections that share a shard count its steps together.
                 hosting.shard.last_step = max(hosting.shard.last_step, *steps)
-        if self._resumes:
+        if self._options.state:
             self._resume()
         self.dense.apply()
         return {key: cursors[id(one.shard)] for key, one in self._contents.tables.items()}

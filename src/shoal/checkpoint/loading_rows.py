@@ -14,17 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.chain import Chain, Link, Newer, runs
+from shoal.checkpoint.chain import Chain, ChainFile, Link, Newer, runs
 from shoal.checkpoint.manifest import SavedFile
 from shoal.checkpoint.row_files import (
     Columns,
     ReadBuffer,
-    RowLayout,
     check_sizes,
     chunk_of,
-    layout_of,
     read_checked,
-    read_rows,
     selected,
     tallied,
 )
@@ -308,22 +305,20 @@ class RowLoader:
         for counter in (self._rows, self._expired, self._unfit):
             counter.clear()
         self._expect()
-        parts, files = [], []
-        for chain in self._chains:
-            for run in runs([link.manifest for link in chain.links], self._wanted):
-                parts.append(run)
-                files += [(chain.links[one.link], one.file) for one in run]
-        with closing(_ahead(files, self._opened, once=self._alone)) as ahead:
+        found = (filter(lambda one: self._wanted(one.saved), chain.files) for chain in self._chains)
+        parts = [run for files in found for run in runs(files)]
+        every = list(joined.from_iterable(parts))
+        with closing(_ahead(every, _read_whole, once=self._alone)) as ahead:
             for run in parts:
                 newer: dict[str, Newer] = {}
-                oldest = min(one.link for one in run)
+                oldest = min(one.number for one in run)
                 for one in run:
                     for table, columns in next(ahead):
-                        key = one.file.tables[table]
+                        key = one.saved.tables[table]
                         if key in self._targets:
-                            seen, remember = newer.setdefault(key, Newer()), one.link > oldest
-                            fresh = seen.unseen(one.link, columns[0], remember=remember)
-                            if one.file.kind == "rows":
+                            seen, remember = newer.setdefault(key, Newer()), one.number > oldest
+                            fresh = seen.unseen(one.number, columns[0], remember=remember)
+                            if one.saved.kind == "rows":
                                 rows = columns if fresh is None else selected(columns, fresh)
                                 self._load_rows(self._targets[key], chunk_of(key, rows), weigh)
 
@@ -344,14 +339,6 @@ class RowLoader:
             for key in file.tables
             for target in self._targets.get(key, ())
         )
-
-    def _opened(
-        self, one: tuple[Link, SavedFile], buffer: ReadBuffer
-    ) -> Iterator[tuple[int, Columns]]:
-        """Rows or deleted ids of a file; it is read and checked when this returns."""
-        link, file = one
-        layout = layout_of(file, link.manifest.tables)
-        return read_rows(link.storage, file, layout, buffer, version=link.manifest.version)
 
     def _load_rows(self, targets: Sequence[Target], chunk: RowChunk, weigh: bool) -> None:
         adapted: Adapted | None = None
@@ -401,9 +388,13 @@ class RowLoader:
                 cells = read_checked(link.storage, file).numpy().tobytes()
                 yield file.tables[0], AdmissionState(none, none, cells)
             elif file.kind == "admission":
-                layout = RowLayout.ids(counted=True)
-                for index, (ids_P, counts_P) in read_rows(link.storage, file, layout):
+                for index, (ids_P, counts_P) in link.read(file):
                     yield file.tables[index], AdmissionState(ids_P, counts_P, b"")
+
+
+def _read_whole(file: ChainFile, buffer: ReadBuffer) -> Iterator[tuple[int, Columns]]:
+    """Rows or deleted ids of a file; it is read and checked when this returns."""
+    return file.link.read(file.saved, buffer)
 
 
 def _ahead(

@@ -22,13 +22,11 @@ from shoal.checkpoint.row_files import (
     check_streaming,
     checked_pieces,
     damaged,
-    layout_of,
-    read_rows,
     selected,
 )
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import WRITER, CheckpointStore, folder_name, locate
-from shoal.checkpoint.writing_plan import TableRows, ascends, bits_for, bounds, write_tables
+from shoal.checkpoint.writing_plan import ascends, bounds, write_tables
 from shoal.errors import CheckpointError
 from shoal.placement import hash_ids, sort_key
 
@@ -171,8 +169,7 @@ def _ordered(link: Link, file: SavedFile, buffer: ReadBuffer) -> Iterator[tuple[
     storage, manifest = link.storage, link.manifest
     names = {table.key: table.hash_name for table in manifest.tables}
     last_table, last_key = -1, 0
-    layout = layout_of(file, manifest.tables)
-    for table, columns in read_rows(storage, file, layout, buffer, version=manifest.version):
+    for table, columns in link.read(file, buffer):
         key = file.tables[table]
         keys = sort_key(hash_ids(names[key], columns[0]))
         follows = last_key < int(keys[0]) if table == last_table else table > last_table
@@ -367,22 +364,17 @@ def compact(store: CheckpointStore, name: str) -> Manifest:
 def _write_full(folder: Storage, chain: Chain) -> Manifest:
     """All files of the full checkpoint, and its manifest yet to be committed."""
     folder.make()
-    last, counted = chain.last.manifest, []
-    for k, table in enumerate(chain.tables):
-        counts = chain.histogram(k, bits_for(chain.most_rows(table.key)))
-        counted.append(TableRows(table.key, RowLayout.of(table), counts))
-    files = [*write_tables(folder, counted, chain.read)]
+    last = chain.last.manifest
+    tables, files = write_tables(folder, chain.tables, chain)
     copied = ("admission", "sketch", "dense", "state")
     files += [_copied(chain.last.storage, folder, one) for one in last.files if one.kind in copied]
-    pairs = zip(chain.tables, counted, strict=True)
-    tables = tuple(replace(table, rows=one.rows, deleted=0) for table, one in pairs)
     return replace(
         last,
         id=secrets.token_hex(16),
         kind="full",
         parent=None,
         created_s=int(time.time()),
-        tables=tables,
+        tables=tuple(tables),
         files=tuple(files),
     )
 

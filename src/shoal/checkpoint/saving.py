@@ -1,8 +1,9 @@
-"""Begin to save a job: take its snapshot point, then write while training continues."""
+"""Saving a job: take its snapshot point, write it stage by stage on all ranks, commit it."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import platform
@@ -10,53 +11,98 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, TypeVar, cast, get_args
 
 import torch
+from torch import Tensor
 
+from shoal import _core
+from shoal.checkpoint import dense, job_state
 from shoal.checkpoint.job_state import Contents
-from shoal.checkpoint.manifest import MANIFEST, SCHEMA, Kind, Manifest, Parent
-from shoal.checkpoint.snapshot_point import CONSUMER, take_snapshot_point
+from shoal.checkpoint.manifest import (
+    MANIFEST,
+    SCHEMA,
+    FileKind,
+    Kind,
+    Manifest,
+    Parent,
+    SavedFile,
+    SavedTable,
+    commit,
+)
+from shoal.checkpoint.row_files import RowFileWriter, RowLayout, sketch_path, write_whole
+from shoal.checkpoint.sharded_rows import (
+    OtherRankFailed,
+    ShardedRows,
+    ShardedTable,
+    SliceSource,
+    ids_of,
+    rows_of,
+    slices_of,
+)
+from shoal.checkpoint.snapshot_point import CONSUMER, SnapshotPoint, take_snapshot_point
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import CheckpointStore, Claim, folder_name
-from shoal.checkpoint.writing import JobWriter, Progress
+from shoal.checkpoint.table_match import saved_table
+from shoal.checkpoint.writing import FileThreads, Progress, Throttle
+from shoal.checkpoint.writing_plan import plan_writing, split
 from shoal.comm.collectives import Collectives, LocalCollectives
-from shoal.comm.consensus import together
-from shoal.errors import CheckpointError, InputError
-from shoal.table.values import Cursor
+from shoal.comm.consensus import reduced, together
+from shoal.errors import CheckpointError, CollectiveFailed, InputError, ShoalError
+from shoal.table.hosting import HostedTables
+from shoal.table.spec import TableSpec
+from shoal.table.values import AdmissionState, Cursor
+
+T = TypeVar("T")
 
 
 class Saving:
-    """What `begin` returns: this rank's part of a checkpoint under way.
+    """One rank's part of a checkpoint under way; `begin` returns it.
 
     Args:
         url: the store's folder.
-        writer: does it.
+        tables: the job's, by collection.
+        taken: its snapshot point, held until its rows are read.
+        folder: of the checkpoint; without a manifest.
+        draft: the manifest but for tables and files; the same on every rank.
+        collectives: nobody else's until it is done.
         claims: on the checkpoint's folder, held on one rank until it is done.
     """
 
-    def __init__(self, url: str, writer: JobWriter, claims: Sequence[Claim] = ()) -> None:
-        self._claims = tuple(claims)
-        self.url, self.name = url, writer.folder.name
-        self.id, self.version = writer.draft.id, writer.draft.version
-        self.collectives = writer.collectives
-        self._writer, self._cursors = writer, dict(writer.point.cursors)
-        self._shards = {id(one.shard): one.shard for one in writer.tables.values()}.values()
+    def __init__(
+        self,
+        url: str,
+        tables: Mapping[str, HostedTables],
+        taken: SnapshotPoint,
+        folder: Storage,
+        draft: Manifest,
+        collectives: Collectives,
+        claims: Sequence[Claim] = (),
+    ) -> None:
+        self.url, self.name = url, folder.name
+        self.id, self.version = draft.id, draft.version
+        self.collectives = collectives
+        self._tables, self._taken, self._folder = tables, taken, folder
+        self._draft, self._claims = draft, tuple(claims)
+        self._bytes_done = self._bytes_total = 0
+        self._rows: dict[tuple[FileKind, str], int] = {}  # of all ranks, by kind and table
+        self._last: Progress | None = None
+        self._throttle = Throttle()
         self._manifest: Manifest | None = None
         self._failure: CheckpointError | None = None
-        self._aborted = False
-        self._done = threading.Event()
+        self._aborted, self._done = threading.Event(), threading.Event()
 
     def start(self, *, concurrent: bool) -> None:
         """Write before it returns, or in a thread where training may continue meanwhile.
 
         `begin` and `save` call it.
         """
-        if concurrent and self._writer.point.concurrent:
-            threading.Thread(target=self._run, args=(True,), name="shoal-save", daemon=True).start()
+        if concurrent and self._taken.concurrent:
+            name = "shoal-save"
+            threading.Thread(target=self._run, args=(True,), name=name, daemon=True).start()
         else:
             self._run(False)
 
@@ -68,7 +114,7 @@ class Saving:
     @property
     def aborted(self) -> bool:
         """Whether `abort` was called."""
-        return self._aborted
+        return self._aborted.is_set()
 
     def join(self, timeout_s: float | None = None) -> None:
         """Wait until it is done, well or not. It is throttled no more."""
@@ -78,7 +124,7 @@ class Saving:
     def stop_throttling(self) -> None:
         """Let it take what it can get: while training continues it pauses between rows, on a
         machine with few processors."""
-        self._writer.stop_throttling()
+        self._throttle.stop()
 
     def wait(self, timeout_s: float | None = None) -> Manifest:
         """Wait until it is committed. It is throttled no more.
@@ -105,21 +151,17 @@ class Saving:
             CheckpointError: as `wait`.
         """
         self.wait()
-        return self._cursors
+        return self.point
 
     @property
     def point(self) -> Mapping[str, Cursor]:
         """Cursors of its snapshot point by collection, whether or not it will be committed."""
-        return self._cursors
-
-    def progress(self) -> Progress:
-        """How far this rank is, and what the snapshot point costs."""
-        return self._writer.progress()
+        return self._taken.cursors
 
     def abort(self) -> None:
         """Let it fail soon, on all ranks; `wait` reports it. Does nothing once all is written."""
-        self._aborted = True
-        self._writer.abort()
+        self._aborted.set()
+        self._throttle.stop()
 
     def release(self) -> None:
         """Let this rank's shards forget deletions that are in this checkpoint or older ones.
@@ -131,12 +173,22 @@ class Saving:
             CheckpointError: as `wait`.
         """
         self.wait()
-        for shard in self._shards:
+        for shard in {id(one.shard): one.shard for one in self._tables.values()}.values():
             shard.release(self.version, CONSUMER)
+
+    def progress(self) -> Progress:
+        """How far this rank is, and what the snapshot point costs; from any thread."""
+        if self._last is not None:
+            return self._last
+        snapshots = {id(one): one for one in self._taken.snapshots.values()}.values()
+        costs = [stats for one in snapshots if (stats := getattr(one, "stats", None)) is not None]
+        names = ("copied_rows", "spilled_bytes", "waited_s")
+        spent = (sum(getattr(one, name) for one in costs) for name in names)
+        return Progress(self._bytes_done, self._bytes_total, *spent)
 
     def _run(self, concurrent: bool) -> None:
         try:
-            self._manifest = self._writer.run(concurrent=concurrent)
+            self._manifest = self.run(concurrent=concurrent)
         except CheckpointError as error:
             self._failure = error
         except Exception as error:  # noqa: BLE001 - raised where it is waited for
@@ -151,6 +203,207 @@ class Saving:
             for one in self._claims:
                 one.release(keep=self._manifest is None)
             self._done.set()
+
+    def run(self, *, concurrent: bool = False) -> Manifest:
+        """Write everything; the manifest last, when all that it names is durable on all ranks.
+
+        Args:
+            concurrent: leave cores to training, which continues: this thread and those that it
+                starts give way to others, and it pauses between rows.
+
+        Raises:
+            CheckpointError: a rank failed: which, and why. There is no manifest then.
+            CollectiveFailed: a rank died or did not come in time.
+        """
+        try:
+            rows = self._stage("row files", lambda: self._write_rows(concurrent))
+            deleted = self._stage("deletions", lambda: self._write("deleted"))
+            self._last = self.progress()
+        finally:
+            self._taken.close()
+        admission = self._stage("admission counters", lambda: self._write("admission"))
+        sketches = self._stage("admission sketches", self._write_sketches)
+        dense_files = self._stage(
+            "dense part", lambda: dense.write(self._taken.dense, self._folder, self.collectives)
+        )[0]
+        rank_states = self._stage("states of ranks", lambda: self._taken.rank_state)
+        state = self._stage("state of the job", lambda: self._write_state(rank_states))[0]
+        kinds = (rows, deleted, admission, sketches)
+        files = [one for kind in kinds for one in _in_order(kind)] + [*dense_files, *state]
+        manifest = replace(self._draft, tables=tuple(self._saved_tables()), files=tuple(files))
+        self._stage("manifest", lambda: self._commit(manifest), last=True)
+        return manifest
+
+    def _stage(self, what: str, work: Callable[[], T], *, last: bool = False) -> list[T]:
+        """Do a stage on all ranks or fail on all; what it gave on every rank.
+
+        Args:
+            what: is written.
+            work: this rank's part. Where it makes collective calls, they are the same on every
+                rank whatever fails.
+            last: what it does cannot be taken back, so that it is not aborted any more.
+        """
+
+        def part() -> T:
+            try:
+                value = work()
+            except OtherRankFailed:
+                return cast(T, None)  # of no use: that rank says why, and all raise
+            if not last:
+                self._check_aborted()  # not before: other ranks may be in a call of the work
+            return value
+
+        where = f"writing the {what} of checkpoint {self._folder.url}"
+        try:
+            return together(self.collectives, where, part)
+        except (ShoalError, MemoryError) as error:
+            if isinstance(error, CollectiveFailed) or str(error).startswith(where):
+                raise
+            raise CheckpointError(  # this rank's own, as the others hear of it
+                where,
+                got=f"on rank {self.collectives.rank}: {type(error).__name__}: {error}",
+                allowed="success on every rank",
+                remedy="Mend what is named; the next save removes what this one left.",
+            ) from error
+
+    def _check_aborted(self) -> None:
+        if self._aborted.is_set():
+            raise CheckpointError(
+                "a save under way", got="abort()", allowed="to continue", remedy="Save again."
+            )
+
+    def _write_rows(self, concurrent: bool) -> dict[int, SavedFile]:
+        if concurrent:
+            _core.give_way()
+            self._throttle.start()
+            for snapshot in self._taken.snapshots.values():
+                snapshot.give_way()
+        return self._write("rows")
+
+    def _write(self, kind: FileKind) -> dict[int, SavedFile]:
+        """This rank's files of rows or ids, by their numbers; all ranks call it alike."""
+        tables = [] if (kind, self._draft.kind) == ("deleted", "full") else [*self._sharded(kind)]
+        if not tables:
+            return {}
+        rows = ShardedRows(tables, self.collectives)
+        counted = rows.counted()
+        self._rows |= {(kind, one.key): one.rows for one in counted}
+        files = split(counted, kind)
+        plan = plan_writing(files, counted, self.collectives.world_size)
+        mine = [n for n, writer in enumerate(plan.writers) if writer == self.collectives.rank]
+        self._bytes_total += sum(files[n].rows * files[n].layout.row_bytes for n in mine)
+
+        def opened(number: int) -> RowFileWriter:
+            one = files[number]
+            ranges = (one.start, one.stop)
+            return RowFileWriter(self._folder, one.path, one.layout, one.tables, ranges, kind)
+
+        threads = FileThreads(opened)
+        try:
+            for file, table, columns in rows.pieces(plan):
+                self._check_aborted()
+                threads.put(file, files[file].tables.index(tables[table].key), columns)
+                self._bytes_done += len(columns[0]) * files[file].layout.row_bytes
+                self._throttle.pause()
+            saved = threads.finish()
+        except BaseException:
+            threads.abort()
+            with contextlib.suppress(CollectiveFailed):  # what follows fails with it
+                rows.abandon()
+            raise
+        for number in mine:
+            if saved[number].rows != files[number].rows:
+                what, allowed = f"rows of {files[number].path}", f"{files[number].rows}, as counted"
+                remedy = "A snapshot did not keep its rows: report it."
+                raise CheckpointError(what, saved[number].rows, allowed, remedy)
+        return saved
+
+    def _sharded(self, kind: FileKind) -> Iterator[ShardedTable]:
+        """What there is of a kind on this rank. Every slice has all ids: the first one's count."""
+        for name, hosted, spec in self._specs():
+            key, snapshot = f"{name}/{spec.name}", self._taken.snapshots[name]
+            slices = slices_of(hosted, spec, self.collectives.rank)
+            if kind == "rows":
+                layout = RowLayout.rows(spec.dim, spec.state_width, spec.dtype)
+                rows = (None if k.table is None else rows_of(snapshot, k.table) for k in slices)
+                yield ShardedTable(key, spec, layout, slices, tuple(rows))
+                continue
+            if kind == "admission" and _counter(spec) != "exact":
+                continue
+            layout = RowLayout.ids(counted=kind == "admission")
+            source = self._ids(kind, name, spec, slices[0].table)
+            yield ShardedTable(key, spec, layout, slices[:1], (source,))
+
+    def _ids(
+        self, kind: FileKind, name: str, spec: TableSpec, first: int | None
+    ) -> SliceSource | None:
+        """Deleted or counted ids that this rank has of a table; read when they are asked for."""
+        if kind == "deleted":
+            snapshot = self._taken.snapshots[name]
+            if first is not None:
+                return ids_of(spec.hash_name, lambda: (snapshot.deleted(first),))
+        elif (here := self._taken.admission.get((name, spec.name))) is not None:
+            return ids_of(spec.hash_name, lambda: (here.ids, here.counts))
+        return None
+
+    def _write_sketches(self) -> dict[int, SavedFile]:
+        """Of the sketches of all ranks the largest cells: never less than an id was seen, and the
+        same again when all ranks that loaded it save it."""
+        saved: dict[int, SavedFile] = {}
+        failures: list[Exception] = []
+        ranks = self.collectives
+        tables = [(name, spec) for name, _, spec in self._specs() if _counter(spec) == "sketch"]
+        for number, (name, spec) in enumerate(tables):
+            cells = _cells(spec, self._taken.admission.get((name, spec.name)))
+            cells = reduced(ranks, cells, "max", what="sketches of a checkpoint")
+            if number % ranks.world_size == ranks.rank and not failures:
+                path, data = sketch_path(name, spec.name), cells.to(torch.uint32).numpy()
+                try:
+                    key = f"{name}/{spec.name}"
+                    saved[number] = write_whole(self._folder, path, "sketch", data, [key])
+                except Exception as error:  # noqa: BLE001 - the other ranks are in the next round
+                    failures.append(error)
+        if failures:
+            raise failures[0]
+        return saved
+
+    def _write_state(self, rank_states: Sequence[Mapping[str, Any]]) -> tuple[SavedFile, ...]:
+        if self.collectives.rank != 0:
+            return ()
+        return (job_state.write(self._folder, self._taken.state, rank_states),)
+
+    def _commit(self, manifest: Manifest) -> None:
+        if self.collectives.rank == 0:
+            commit(self._folder, manifest)
+
+    def _saved_tables(self) -> Iterator[SavedTable]:
+        for name, _, spec in self._specs():
+            key = f"{name}/{spec.name}"
+            rows, deleted = self._rows["rows", key], self._rows.get(("deleted", key), 0)
+            yield saved_table(name, spec, rows=rows, deleted=deleted)
+
+    def _specs(self) -> Iterator[tuple[str, HostedTables, TableSpec]]:
+        for name, hosted in self._tables.items():
+            for spec in hosted.specs:
+                yield name, hosted, spec
+
+
+def _cells(spec: TableSpec, here: AdmissionState | None) -> Tensor:
+    """Cells of a table's sketch, int64; zeros where this rank has none."""
+    assert spec.admission is not None
+    if here is None:
+        cells = spec.admission.sketch_width * spec.admission.sketch_depth
+        return torch.zeros(cells, dtype=torch.int64, device="cpu")
+    return torch.frombuffer(bytearray(here.cells), dtype=torch.uint32).to(torch.int64)
+
+
+def _counter(spec: TableSpec) -> str | None:
+    return None if spec.admission is None else spec.admission.counter
+
+
+def _in_order(written: Sequence[Mapping[int, SavedFile]]) -> list[SavedFile]:
+    files = {number: file for one in written for number, file in one.items()}
+    return [files[number] for number in sorted(files)]
 
 
 _ABORTED_S = 5.0  # to wait for one that was aborted, at exit: ranks that it waits for are gone
@@ -216,7 +469,7 @@ def begin(
     wanted = (name, position, None if parent is None else parent.id, *map(tuple, parts))
 
     claims: list[Claim] = []
-    with ExitStack() as undone:
+    with contextlib.ExitStack() as undone:
 
         def prepare() -> tuple[object, tuple[str, int]]:
             _check_kind(kind, step, parent, since, contents)
@@ -229,8 +482,13 @@ def begin(
         if any(other != wanted for other, _ in said):
             raise _differ([other for other, _ in said])
         point = take_snapshot_point(contents, since, ranks)
+        shards = {name: tables.shard for name, tables in contents.tables.items()}
         undone.callback(point.close)
-        steps = together(ranks, f"last steps of checkpoint {name}", lambda: point.last_steps)
+        steps = together(
+            ranks,
+            f"last steps of checkpoint {name}",
+            lambda: {name: one.last_step for name, one in shards.items()},
+        )
         undone.pop_all()
     draft = Manifest(
         schema=SCHEMA,
@@ -242,7 +500,7 @@ def begin(
         parent=None
         if parent is None
         else Parent(folder=folder_name(parent.step, parent.kind), id=parent.id),
-        seed=point.seed,
+        seed=next((shard.seed for shard in shards.values()), 0),
         last_steps={key: max(one[key] for one in steps) for key in contents.tables},
         world_size=ranks.world_size,
         created_s=said[0][1][1],
@@ -250,8 +508,7 @@ def begin(
         modules=point.dense.modules,
         optimizers=point.dense.optimizers,
     )
-    writer = JobWriter(contents.tables, point, root.child(name), draft, ranks)
-    saving = Saving(root.url, writer, claims)
+    saving = Saving(root.url, contents.tables, point, root.child(name), draft, ranks, claims)
     _begun.add(saving)
     saving.start(concurrent=concurrent)
     return saving

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple, Protocol
+from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,35 +57,26 @@ def slices_of(tables: HostedTables, spec: TableSpec, rank: int) -> tuple[LocalSl
     return tuple(found)
 
 
-class SliceSource(Protocol):
-    """Rows of a slice on this rank, read by one thread."""
+class SliceSource(NamedTuple):
+    """What this rank has of a slice, read by one thread.
 
-    def histogram(self, bits: int) -> Tensor:
-        """Rows by the top bits of their hash, int64 [2^bits]."""
-        ...
+    histogram: (bits) -> rows by the top bits of their hash, int64 [2^bits].
+    read: (start, stop) -> rows with hashes [start, stop), ordered by hash.
+    """
 
-    def read(self, start: int, stop: int) -> Columns:
-        """Rows with hashes [start, stop), ordered by hash."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RowSlice:
-    """Table `table` of a snapshot."""
-
-    snapshot: Snapshot
-    table: int
-
-    def histogram(self, bits: int) -> Tensor:
-        """See `SliceSource`."""
-        return self.snapshot.histogram(self.table, bits)
-
-    def read(self, start: int, stop: int) -> Columns:
-        """See `SliceSource`."""
-        return self.snapshot.read(self.table, start, stop).columns
+    histogram: Callable[[int], Tensor]
+    read: Callable[[int, int], Columns]
 
 
-class IdSlice:
+def rows_of(snapshot: Snapshot, table: int) -> SliceSource:
+    """Rows of a table of a snapshot."""
+    return SliceSource(
+        partial(snapshot.histogram, table),
+        lambda start, stop: snapshot.read(table, start, stop).columns,
+    )
+
+
+def ids_of(hash_name: str, read: Callable[[], Columns]) -> SliceSource:
     """Ids in memory, with their counts or without.
 
     Args:
@@ -94,24 +85,17 @@ class IdSlice:
             counted. Called once, when they are first asked for.
     """
 
-    def __init__(self, hash_name: str, read: Callable[[], Columns]) -> None:
-        self._hash_name, self._read = hash_name, read
+    @cache
+    def by_key() -> tuple[Tensor, Columns]:
+        columns = read()
+        keys_U, order_U = sort_key(hash_ids(hash_name, columns[0])).sort()
+        return keys_U, selected(columns, order_U)
 
-    def histogram(self, bits: int) -> Tensor:
-        """See `SliceSource`."""
-        return histogram(self._sorted[0], bits)
-
-    def read(self, start: int, stop: int) -> Columns:
-        """See `SliceSource`."""
-        keys_U, columns = self._sorted
+    def within(start: int, stop: int) -> Columns:
+        keys_U, columns = by_key()
         return selected(columns, slice(*bounds(keys_U, start, stop)))
 
-    @cached_property
-    def _sorted(self) -> tuple[Tensor, Columns]:
-        """Ascending keys [U], and the columns in their order."""
-        columns = self._read()
-        keys_U, order_U = sort_key(hash_ids(self._hash_name, columns[0])).sort()
-        return keys_U, selected(columns, order_U)
+    return SliceSource(lambda bits: histogram(by_key()[0], bits), within)
 
 
 _FIRST_BITS = 10  # enough for 2^18 rows
@@ -210,8 +194,8 @@ class ShardedRows:
     def abandon(self) -> None:
         """Report to the other ranks that this one failed, if they still wait for it."""
         if self._rounds:
-            self._sizes(self._rounds.pop(), [], failed=True)
             self._rounds.clear()
+            self._sizes([0] * self._collectives.world_size, failed=True)
 
     def _histograms(self, bits_K: Sequence[int]) -> list[Tensor]:
         """Rows of each table over all ranks by so many bits of their hash; 0 bits: not counted."""
@@ -248,65 +232,45 @@ class ShardedRows:
     def _exchange(self, own: Piece | None) -> dict[int, list[Columns]]:
         """One round: hand in what others write; what they sent of this rank's own piece."""
         pieces_W = self._rounds.pop()
-        sent: list[list[Columns]] = []
-        packed_W: list[Tensor] = []
+        send = [0] * len(pieces_W)
         error: Exception | None = None
         try:
-            sent = [
-                [] if piece is None or writer == self._rank else self._handed(piece, writer)
-                for writer, piece in enumerate(pieces_W)
-            ]
             # What takes memory, while others can still hear of it.
-            packed_W = [_packed(parts) for parts in sent]
+            packed_W = [_packed(self._handed(piece, w)) for w, piece in enumerate(pieces_W)]
             data = torch.cat(packed_W).to(self._collectives.device)
+            send = [len(part) for part in packed_W]
+            del packed_W
         except Exception as caught:  # noqa: BLE001 - raised once the other ranks know
             error = caught
         try:
-            rows_WX = self._sizes(pieces_W, sent, failed=error is not None).tolist()
+            receive = self._sizes(send, failed=error is not None)
         finally:
             if error is not None:
                 self._rounds.clear()
                 raise error
-        del sent
+        got = self._swapped(Part(data, tuple(send), tuple(receive)))
         asked = [] if own is None else list(self._asked(own, self._rank))
         layouts = [self.tables[span.table].layout_of(number) for span, number, _ in asked]
-        receive = [
-            sum(_bytes(layout, rows) for layout, rows in zip(layouts, rows_X, strict=False))
-            for rows_X in rows_WX
-        ]
-        got = self._swapped(Part(data, tuple(map(len, packed_W)), tuple(receive)))
-        parts = zip(torch.split(got, receive), rows_WX, strict=True)
-        return {
-            rank: _unpacked(part.cpu(), layouts, rows_X)
-            for rank, (part, rows_X) in enumerate(parts)
-        }
+        parts = enumerate(torch.split(got, receive))
+        return {rank: _unpacked(part.cpu(), layouts) for rank, part in parts if len(part)}
 
-    def _handed(self, piece: Piece, writer: int) -> list[Columns]:
+    def _handed(self, piece: Piece | None, writer: int) -> list[Columns]:
+        if piece is None or writer == self._rank:
+            return []
         return [
             self._read(span, number) if self._rank in speaking else ()
             for span, number, speaking in self._asked(piece, writer)
         ]
 
-    def _sizes(
-        self, pieces_W: Sequence[Piece | None], sent: list[list[Columns]], *, failed: bool
-    ) -> Tensor:
-        """Rows of each span and slice of this rank's piece, by rank: int64 [W, X]."""
-        width = max(
-            sum(len(self.tables[span.table].slices) for span in piece.spans)
-            for piece in pieces_W
-            if piece is not None
-        )
-        sizes_WX = torch.zeros(len(pieces_W), width + 1, dtype=torch.int64, device="cpu")
-        sizes_WX[:, width] = failed
-        for writer, parts in enumerate(sent):
-            for number, columns in enumerate(parts):
-                sizes_WX[writer, number] = len(columns[0]) if columns else 0
+    def _sizes(self, sizes: Sequence[int], *, failed: bool) -> list[int]:
+        """Bytes that come from each rank, given those for each."""
+        sizes_W2 = torch.tensor([[size, failed] for size in sizes], dtype=torch.int64, device="cpu")
         what = "sizes of a checkpoint's rows"
-        received_WX = self._collectives.exchange_sizes(sizes_WX, what=what).wait().received_WX
-        if not failed and bool(received_WX[:, width].any()):
+        received_W2 = self._collectives.exchange_sizes(sizes_W2, what=what).wait().received_WX
+        if not failed and bool(received_W2[:, 1].any()):
             self._rounds.clear()
             raise OtherRankFailed
-        return received_WX[:, :width]
+        return received_W2[:, 0].tolist()
 
     def _swapped(self, part: Part) -> Tensor:
         """What the other ranks sent.
@@ -365,17 +329,18 @@ class ShardedRows:
 
 
 def _packed(parts: Sequence[Columns]) -> Tensor:
-    """uint8: of each part its columns, one behind the other, each filled up to whole words."""
-    flat = [torch.empty(0, dtype=torch.uint8, device="cpu")]
+    """uint8: rows of each part, then its columns one behind the other, filled up to whole words."""
+    rows = [len(columns[0]) if columns else 0 for columns in parts]
+    flat = [torch.tensor(rows, dtype=torch.int64, device="cpu").view(torch.uint8)]
     for column in (one for columns in parts for one in columns):
         flat.append(column.contiguous().view(-1).view(torch.uint8))
         flat.append(torch.zeros(-len(flat[-1]) % _ALIGNED, dtype=torch.uint8, device="cpu"))
     return torch.cat(flat)
 
 
-def _unpacked(data: Tensor, layouts: Sequence[RowLayout], rows_X: Sequence[int]) -> list[Columns]:
-    parts, at = [], 0
-    for layout, rows in zip(layouts, rows_X, strict=False):
+def _unpacked(data: Tensor, layouts: Sequence[RowLayout]) -> list[Columns]:
+    parts, at = [], _ALIGNED * len(layouts)
+    for layout, rows in zip(layouts, data[:at].view(torch.int64).tolist(), strict=True):
         part = []
         for field in layout.fields:
             size = rows * field.row_bytes
@@ -383,11 +348,6 @@ def _unpacked(data: Tensor, layouts: Sequence[RowLayout], rows_X: Sequence[int])
             at += size + -size % _ALIGNED
         parts.append(tuple(part))
     return parts
-
-
-def _bytes(layout: RowLayout, rows: int) -> int:
-    sizes = (rows * field.row_bytes for field in layout.fields)
-    return sum(size + -size % _ALIGNED for size in sizes)
 
 
 def _torn(key: str, rows: int, others: int) -> CheckpointError:

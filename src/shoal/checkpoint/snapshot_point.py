@@ -31,7 +31,6 @@ class SnapshotPoint:
         snapshots: by collection; collections with one shard have one snapshot.
         cursors: by collection; of a consumer that has everything up to it.
         admission: by collection and table, of the first slice, where this rank has it.
-        seed, last_steps: of the shards.
         dense, state, rank_state: copies.
     """
 
@@ -39,8 +38,6 @@ class SnapshotPoint:
     snapshots: Mapping[str, Snapshot]
     cursors: Mapping[str, Cursor]
     admission: Mapping[tuple[str, str], AdmissionState]
-    seed: int
-    last_steps: Mapping[str, int]
     dense: dense.DenseCapture
     state: Mapping[str, Any]
     rank_state: Mapping[str, Any]
@@ -119,8 +116,6 @@ def _copied(
         snapshots=snapshots,
         cursors={name: Cursor(shard.incarnation, version) for name, shard in shards.items()},
         admission=dict(_admission(contents, rank)),
-        seed=next((shard.seed for shard in shards.values()), 0),
-        last_steps={name: shard.last_step for name, shard in shards.items()},
         dense=dense.capture(contents.modules, contents.optimizers, rank=rank),
         state=copy.deepcopy(dict(contents.state)) if rank == 0 else {},
         rank_state=copy.deepcopy(dict(contents.rank_state)),

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Literal, Protocol
 
 import pyarrow as pa
 
@@ -64,17 +64,17 @@ class DurableFile:
             CheckpointError: no space, or the device failed; the file is removed then, or does not
                 count.
         """
-        if self._sink is not None:
-            sink, self._sink = self._sink, None
-            with storage_errors(self._where):
-                sink.commit()
+        self._end("commit")
 
     def abort(self) -> None:
         """Remove it. Does nothing to a closed file."""
-        if self._sink is not None:
-            sink, self._sink = self._sink, None
+        self._end("discard")
+
+    def _end(self, how: Literal["commit", "discard"]) -> None:
+        sink, self._sink = self._sink, None
+        if sink is not None:
             with storage_errors(self._where):
-                sink.discard()
+                getattr(sink, how)()
 
     @property
     def closed(self) -> bool:

@@ -296,13 +296,14 @@ class CheckpointStore:
         fulls = [entry for entry in entries if entry.kind == "full"]
         if len(fulls) <= keep:
             return ()
-        parents, made_s = {}, {}
-        for entry in entries:
+        lines: dict[str, list[str]] = {}  # each, and those that it was made from
+        made_s: dict[str, int] = {}
+        for entry in entries:  # parents come first
             manifest = self.manifest(entry.name)
             made_s[entry.name] = manifest.created_s
-            if manifest.parent is not None:
-                parents[entry.name] = manifest.parent.folder
-        lines = {entry.name: _line(entry.name, parents) for entry in entries}
+            parent = None if manifest.parent is None else manifest.parent.folder
+            before = [] if parent is None else lines.get(parent, [parent])
+            lines[entry.name] = [entry.name, *before]
         newest = [e.name for e in entries if e.kind == "delta" and e.step >= fulls[-1].step]
         newest.append(max(entries, key=lambda entry: (made_s[entry.name], *_age(entry))).name)
         roots = {entry.name for entry in fulls[-keep:]}
@@ -348,14 +349,6 @@ def locate(url: str | Path) -> tuple[CheckpointStore, str]:
 
 def _age(entry: CheckpointEntry) -> tuple[int, bool]:
     return entry.step, entry.kind == "full"
-
-
-def _line(name: str, parents: dict[str, str]) -> list[str]:
-    """A checkpoint and those that it was made from."""
-    line = [name]
-    while (parent := parents.get(line[-1])) is not None and parent not in line:
-        line.append(parent)
-    return line
 
 
 def _check_keep(keep_full: int | None) -> None:

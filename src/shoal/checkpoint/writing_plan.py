@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.manifest import SavedFile
+from shoal.checkpoint.manifest import SavedFile, SavedTable
 from shoal.checkpoint.row_files import Columns, RowFileWriter, RowLayout
 from shoal.checkpoint.storage import Storage
 from shoal.placement import Hosted
@@ -159,26 +159,44 @@ def split(
     return tuple(replace(one, path=f"{folder}/{n:05d}.arrow") for n, one in enumerate(plans))
 
 
-def write_tables(
-    folder: Storage, tables: Sequence[TableRows], read: Callable[[int, int, int], Columns]
-) -> Iterator[SavedFile]:
-    """Write the row files of tables that one process has, as a save would.
+class RowsByHash(Protocol):
+    """Rows of whole tables by number, which one process has."""
 
-    read: (index of a table, start, stop) -> its rows with hashes [start, stop), in order of hash.
-    """
-    numbers = {table.key: number for number, table in enumerate(tables)}
-    for plan in split(tables):
+    def most_rows(self, table: int) -> int:
+        """As many as a table has, or more."""
+
+    def histogram(self, table: int, bits: int) -> Tensor:
+        """Rows by the top bits of their hash, int64 [2^bits]."""
+
+    def read(self, table: int, start: int, stop: int) -> Columns:
+        """Rows with hashes [start, stop), in order of hash."""
+
+
+def write_tables(
+    folder: Storage, tables: Sequence[SavedTable], source: RowsByHash
+) -> tuple[list[SavedTable], list[SavedFile]]:
+    """Write the row files of tables as a save would; the tables and files as they are there."""
+    counted = [
+        TableRows(
+            table.key, RowLayout.of(table), source.histogram(k, bits_for(source.most_rows(k)))
+        )
+        for k, table in enumerate(tables)
+    ]
+    numbers, files = {table.key: number for number, table in enumerate(tables)}, []
+    for plan in split(counted):
         ranges = (plan.start, plan.stop)
         writer = RowFileWriter(folder, plan.path, plan.layout, plan.tables, ranges)
         try:
             for index, key in enumerate(plan.tables):
                 number = numbers[key]
-                for start, stop in tables[number].pieces(*ranges, PIECE_BYTES):
-                    writer.add(index, read(number, start, stop))
-            yield writer.close()
+                for start, stop in counted[number].pieces(*ranges, PIECE_BYTES):
+                    writer.add(index, source.read(number, start, stop))
+            files.append(writer.close())
         except BaseException:
             writer.abort()
             raise
+    pairs = zip(tables, counted, strict=True)
+    return [replace(table, rows=one.rows, deleted=0) for table, one in pairs], files
 
 
 def _halved(counts: Tensor, fitting: int) -> Iterator[tuple[int, int, int]]:

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, overload
+from typing import Literal, TypeVar
 
 from shoal.errors import ConfigError, LaunchError
 
@@ -108,6 +108,7 @@ DEFAULT_PORT = 29500
 MAX_TIMEOUT_S = 10**8  # three years; larger ones overflow the clocks of Gloo and NCCL
 LOOPBACK = "127.0.0.1"
 Launcher = Literal["torchrun", "mpi", "slurm", "single"]
+Default = TypeVar("Default", int, None)
 
 # What holds rank, world size, local rank and local world size, for messages.
 _VARIABLES: Mapping[str, tuple[str, str, str, str]] = {
@@ -145,8 +146,8 @@ class Launch:
     world_size: int
     local_rank: int
     local_world_size: int
-    master_addr: str
-    master_port: int
+    master_addr: str = LOOPBACK
+    master_port: int = DEFAULT_PORT
     restarts: int = 0
 
     def __post_init__(self) -> None:
@@ -166,14 +167,10 @@ class Launch:
 def _check(name: str, value: int, least: int, below: tuple[str, int] | None) -> None:
     if value >= least and (below is None or value < below[1]):
         return
-    raise LaunchError(
-        f"launcher variable {name}",
-        got=value,
-        allowed=f"{least} or more"
-        if below is None
-        else f"{least} to {below[1] - 1}, given {below[0]}",
-        remedy="Launch with torchrun, mpirun or srun, and do not set these by hand.",
+    allowed = (
+        f"{least} or more" if below is None else f"{least} to {below[1] - 1}, given {below[0]}"
     )
+    raise _refused(name, value, allowed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +190,7 @@ def open_mpi(environ: Mapping[str, str] | None = None) -> OpenMpi:
         LaunchError: one of them is no number.
     """
     environ = os.environ if environ is None else environ
-    return OpenMpi(*(_optional(environ, name) for name in _VARIABLES["mpi"]))
+    return OpenMpi(*(_optional(environ, name, None) for name in _VARIABLES["mpi"]))
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Launch:
@@ -215,7 +212,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
         for name, alone in (("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
             if environ.get(name, alone) not in ("", alone):
                 raise _incomplete("RANK", f"{name} without RANK")
-        return Launch("single", 0, 1, 0, 1, LOOPBACK, _port(environ))
+        return Launch("single", 0, 1, 0, 1, master_port=_port(environ))
     if environ.get("WORLD_SIZE") and _number(environ, "WORLD_SIZE") != other.world_size:
         raise _contradiction(f"WORLD_SIZE={environ['WORLD_SIZE']}", other)
     return other
@@ -231,9 +228,7 @@ def _torchrun(environ: Mapping[str, str], other: Launch | None) -> Launch:
     local_rank = _optional(environ, "LOCAL_RANK", local_rank)
     local_world_size = _optional(environ, "LOCAL_WORLD_SIZE", max(local_world_size, local_rank + 1))
     # Checked before the address, so that what contradicts is named first.
-    placed = Launch(
-        "torchrun", rank, world_size, local_rank, local_world_size, LOOPBACK, DEFAULT_PORT
-    )
+    placed = Launch("torchrun", rank, world_size, local_rank, local_world_size)
     address = environ.get("MASTER_ADDR") or _address_on_one_host(placed, "torchrun sets it")
     restarts = _optional(environ, "TORCHELASTIC_RESTART_COUNT", 0)
     port = _port(environ)
@@ -249,7 +244,7 @@ def _mpi(environ: Mapping[str, str]) -> Launch | None:
         raise _incomplete(missing, "some OMPI_COMM_WORLD_* variables, not all")
     local_rank = 0 if found.local_rank is None else found.local_rank
     local_size = local_rank + 1 if found.local_size is None else found.local_size
-    placed = Launch("mpi", found.rank, found.size, local_rank, local_size, LOOPBACK, DEFAULT_PORT)
+    placed = Launch("mpi", found.rank, found.size, local_rank, local_size)
     if environ.get("RANK"):
         return placed  # RANK's launcher says where the master is.
     remedy = "mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ..."
@@ -269,15 +264,8 @@ def _slurm(environ: Mapping[str, str]) -> Launch | None:
         return None  # A batch script itself, outside srun: it describes the job, not a rank.
     rank, world_size = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_NTASKS")
     local_rank = _optional(environ, "SLURM_LOCALID", 0)
-    placed = Launch(
-        "slurm",
-        rank,
-        world_size,
-        local_rank,
-        _slurm_tasks_here(environ, world_size),
-        LOOPBACK,
-        DEFAULT_PORT,
-    )
+    here = _slurm_tasks_here(environ, world_size)
+    placed = Launch("slurm", rank, world_size, local_rank, here)
     if environ.get("RANK"):
         return placed
     nodes = (
@@ -326,29 +314,20 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise LaunchError(
-            f"launcher variable {name}",
-            got=repr(text),
-            allowed="a whole number",
-            remedy="Unset it, or launch with torchrun, mpirun or srun.",
-        ) from None
+        raise _refused(name, repr(text), "a whole number") from None
 
 
-@overload
-def _optional(environ: Mapping[str, str], name: str, default: int) -> int: ...
-@overload
-def _optional(environ: Mapping[str, str], name: str, default: None = None) -> int | None: ...
-def _optional(environ: Mapping[str, str], name: str, default: int | None = None) -> int | None:
+def _optional(environ: Mapping[str, str], name: str, default: Default) -> int | Default:
     return _number(environ, name) if environ.get(name) else default
 
 
 def _incomplete(name: str, got: str) -> LaunchError:
-    return LaunchError(
-        f"launcher variable {name}",
-        got=got,
-        allowed="rank and world size together",
-        remedy="Launch with torchrun, mpirun or srun, or unset the others.",
-    )
+    return _refused(name, got, "rank and world size together")
+
+
+def _refused(name: str, got: object, allowed: str) -> LaunchError:
+    remedy = "Launch with torchrun, mpirun or srun, or unset all of them; do not set some by hand."
+    return LaunchError(f"launcher variable {name}", got=got, allowed=allowed, remedy=remedy)
 
 
 def _contradiction(said: str, other: Launch) -> LaunchError:

@@ -42,8 +42,6 @@ class AllToAllMetrics:
             ConfigError: no such collection, several, or rows that are on one rank or on servers.
         """
         found = [part for part in model.modules() if isinstance(part, EmbeddingCollection)]
-        if len(found) == 1:
-            _ = found[0].exchange.collectives  # one that waits for a batch is made here
         exchange = found[0].exchange if len(found) == 1 else None
         if not isinstance(exchange, AllToAllExchange):
             got = f"{len(found)} collections" if len(found) != 1 else type(exchange).__name__

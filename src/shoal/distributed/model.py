@@ -28,7 +28,6 @@ from shoal.distributed.batch_norm import resting
 from shoal.embedding.collection import EmbeddingCollection
 from shoal.errors import CollectiveFailed, ConfigError, DeviceUnavailable, unknown_name
 from shoal.exchange.all_to_all import AllToAllExchange, GradReduce
-from shoal.exchange.local import Exchange
 from shoal.exchange.wire import Wire
 from shoal.placement import Placement
 from shoal.planner.plan import Plan
@@ -39,28 +38,6 @@ from shoal.table.factory import shard_like
 from shoal.table.hosting import check_placement, hosted_spec, hosted_specs, move_in, plan_placement
 from shoal.table.shard import Shard
 from shoal.table.spec import Segment, TableSpec
-
-
-@dataclass(eq=False)
-class LaterExchange:
-    """Stands in for an exchange between ranks until it is needed.
-
-    Args:
-        shard: this rank's.
-        specs: the whole tables.
-        make: makes the exchange, or returns the one that was made.
-    """
-
-    shard: Shard
-    specs: tuple[TableSpec, ...]
-    make: Callable[[], Exchange]
-
-    def __getattr__(self, name: str) -> Any:
-        """See `Exchange`; makes it. Copies ask for private names, on one rank maybe."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self.make(), name)
-
 
 Placing = Placement | Plan | Mapping[str, str] | None
 
@@ -296,8 +273,6 @@ class DistributedModelParallel(nn.Module):
         self._exchange = partial(
             AllToAllExchange, grad_reduce=grad_reduce, per_sender_steps=per_sender_steps, wire=wire
         )
-        # Collections whose tables are placed and whose exchange has not been made.
-        self._waiting: list[tuple[str, EmbeddingCollection, Callable[..., Exchange]]] = []
         self._wrapped: DistributedDataParallel | None = None
         self._splits_dense = False
         self._dense = Calls()
@@ -331,7 +306,6 @@ class DistributedModelParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. In training with gradients, backward averages dense ones."""
-        self._open()
         if self._graphed:
             compiling.begin_step()
         if self._wrapped is not None and self.training and torch.is_grad_enabled():
@@ -444,10 +418,9 @@ class DistributedModelParallel(nn.Module):
             if hosted.replicated and hosted.ranks[0] != rank
         )
         for name, collection in family.collections.items():
-            make = partial(self._exchange, part, placement, specs)
-            self._waiting.append((name, collection, make))
-            later = LaterExchange(part, specs, partial(self._opened, collection))
-            collection.distribute(cast(Exchange, later), collectives=steps, silent=silent)
+            ranks = self.mesh.collectives(f"tables {name}", path=self._path)
+            exchange = self._exchange(part, placement, specs, ranks)
+            collection.distribute(exchange, collectives=steps, silent=silent)
 
     def _replicate(self, dense: DenseWrapper, steps: Collectives) -> None:
         parameters, buffers = list(self.module.parameters()), list(self.module.buffers())
@@ -478,16 +451,5 @@ class DistributedModelParallel(nn.Module):
 
     def _step(self, steps: Collectives) -> int:
         """The step that errors name: what the last lookup or the last control call was of."""
-        made = [] if self._waiting else self.collections().values()
-        return max([steps.step, *(one.exchange.collectives.step for one in made)])
-
-    def _opened(self, collection: EmbeddingCollection) -> Exchange:
-        self._open()
-        return collection.exchange
-
-    def _open(self) -> None:
-        """Make the exchanges, in the same order on every rank: the first batch is here."""
-        while self._waiting:
-            name, collection, make = self._waiting[0]
-            collection.distribute(make(self.mesh.collectives(f"tables {name}", path=self._path)))
-            del self._waiting[0]  # one that could not be made is made by the next batch
+        every = self.collections().values()
+        return max([steps.step, *(one.exchange.collectives.step for one in every)])

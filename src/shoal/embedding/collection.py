@@ -353,14 +353,7 @@ class EmbeddingCollection(nn.Module):
 
     @property
     def hosted(self) -> HostedTables:
-        """The whole tables of the shard, and which part of them is this process's.
-
-        Where the rows are spread over ranks and no batch was looked up yet, the exchange is made
-        here: a collective call.
-        """
-        if not self.distributed:
-            return HostedTables(self.shard.specs, self.shard, resume=self.ledger.resume)
-        _ = self._exchange.collectives  # one that waits for the first batch takes its own place
+        """The whole tables of the shard, and which part of them is this process's."""
         exchange = self._exchange
         placement = exchange.placement if isinstance(exchange, AllToAllExchange) else None
         return HostedTables(exchange.specs, exchange.shard, placement, self.ledger.resume)
@@ -381,16 +374,10 @@ class EmbeddingCollection(nn.Module):
         """
         if name not in self._tables:
             raise unknown_name("table", name, self._tables)
-        return Table(self._tables[name], shard=self._rows_by_id())
-
-    def _rows_by_id(self) -> RowsById:
-        if not self.distributed:
-            return self.shard
-        # One that waits for the first batch comes into being, and takes its own place, here.
-        _ = self._exchange.collectives
+        shard: RowsById = self.shard
         if isinstance(self._exchange, AllToAllExchange):
-            return RowsOverRanks(self._exchange)
-        return self.shard
+            shard = RowsOverRanks(self._exchange)
+        return Table(self._tables[name], shard=shard)
 
     def forward(self, batch: KeyedRagged, *, event_time_s: int = 0) -> dict[str, Tensor]:
         """Look up one batch.

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Annotated, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from shoal.errors import ConfigError
 from shoal.lookup import Pooling
 from shoal.ops import segment_first_n, segment_mean, segment_sum
 from shoal.ragged import Ragged
+from shoal.rules.rule import Checked, whole
 
 
 @runtime_checkable
@@ -76,24 +76,15 @@ class ReduceMean(_Reduced):
 
 
 @dataclass(frozen=True, slots=True)
-class FirstN:
+class FirstN(Checked):
     """First `length` rows of an example as a sequence, [B, length, D], zero padded.
 
     Raises:
         ConfigError: length below 1.
     """
 
-    length: int
+    length: Annotated[int, whole(1, remedy="Use ReduceSum to pool all rows into one.")]
     pooling: ClassVar[Pooling] = "first_n"
-
-    def __post_init__(self) -> None:
-        if self.length < 1:
-            raise ConfigError(
-                "length of FirstN",
-                got=self.length,
-                allowed="1 or more",
-                remedy="Use ReduceSum to pool all rows into one.",
-            )
 
     @property
     def max_seq_length(self) -> int:

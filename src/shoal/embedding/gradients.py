@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Collection, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -147,13 +146,6 @@ def _sum(ids_N: Tensor, rows_ND: Tensor, counts_N: Tensor) -> tuple[Tensor, Tens
 _MANY = 1024  # backward passes that hardly anybody means to add up
 
 
-class Steps(Protocol):
-    """Who steps rows."""
-
-    def resume(self, step: int) -> None:
-        """Continue as after this many steps."""
-
-
 class GradientLedger:
     """Open routes and gradient records of one shard within the present step.
 
@@ -186,7 +178,7 @@ class GradientLedger:
         self.global_step = 0
         self.generation = 0
         self.revision = 0
-        self._claim: weakref.ref[Steps] | None = None
+        self._claim: weakref.WeakMethod[Callable[[int], None]] | None = None
         self._resumed = 0
         self._warned = False
         self._context = StepContext()
@@ -222,19 +214,22 @@ class GradientLedger:
         """Whether an optimizer that still exists steps these rows."""
         return self._claim is not None and self._claim() is not None
 
-    def claim(self, optimizer: Steps) -> int:
-        """Note who steps these rows, and the number of steps that a load before it set."""
-        self._claim = weakref.ref(optimizer)
+    def claim(self, resume: Callable[[int], None]) -> int:
+        """Note who steps these rows; the number of steps that a load before it set.
+
+        resume: its method that sets its steps; held weakly.
+        """
+        self._claim = weakref.WeakMethod(resume)
         step, self._resumed = self._resumed, 0
         return step
 
     def resume(self, step: int) -> None:
         """The rows were loaded as they were after so many steps: their optimizer continues."""
-        optimizer = None if self._claim is None else self._claim()
-        if optimizer is None:
+        resume = None if self._claim is None else self._claim()
+        if resume is None:
             self.global_step = self._resumed = step
         else:
-            optimizer.resume(step)
+            resume(step)
 
     @property
     def world_size(self) -> int:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import get_args
+from typing import Annotated, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,15 @@ from shoal.embedding.combiners import COMBINERS, Combiner, ReduceSum
 from shoal.errors import ConfigError, ShapeError, unknown_name
 from shoal.lookup import Columns, Joined, LayoutKind, Pooling, PoolPlan, join, plan_of
 from shoal.ragged import KeyedRagged, Ragged
+from shoal.rules.rule import Checked, whole
 from shoal.table.spec import TableSpec
 
 KINDS = get_args(LayoutKind)
+_LENGTH = whole(1, remedy="Leave it out for lists of any length.")
 
 
 @dataclass(frozen=True, slots=True)
-class Feature:
+class Feature(Checked):
     """A jagged list of ids per example, and how its rows are pooled.
 
     Args:
@@ -40,18 +42,16 @@ class Feature:
     name: str
     table: str
     combiner: Combiner = field(default_factory=ReduceSum)
-    max_length: int | None = None
+    max_length: Annotated[int | None, _LENGTH.or_none()] = None
 
     def __post_init__(self) -> None:
+        Checked.__post_init__(self)
         if self.is_custom:
             self._check_custom()
-        if self.max_length is not None and self.max_length < 1:
-            raise ConfigError(
-                f"max_length of feature {self.name!r}",
-                got=self.max_length,
-                allowed="None or at least 1",
-                remedy="Leave it out for lists of any length.",
-            )
+
+    def described(self) -> str:
+        """In errors."""
+        return f"feature {self.name!r}"
 
     @property
     def is_custom(self) -> bool:

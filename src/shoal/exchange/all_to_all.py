@@ -12,7 +12,6 @@ Tables that every rank holds are read at home; their ids and gradients go to eve
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +25,6 @@ from shoal.comm.consensus import latest_time, said
 from shoal.errors import CollectiveFailed, ConfigError, DTypeError, ShoalError, unknown_name
 from shoal.exchange.local import PendingRecords, Request, Route, Sending
 from shoal.exchange.partition import (
-    ReceivedIds,
     SendPlan,
     Transfer,
     compile_send_plan,
@@ -101,8 +99,6 @@ class AllToAllExchange:
         self.wire = Wire() if wire is None else wire
         mine = shard.specs, collectives.rank
         self._plans = RequestPlans(partial(compile_send_plan, self.specs, placement, *mine))
-        self._fetched: weakref.WeakKeyDictionary[Route, _Fetched] = weakref.WeakKeyDictionary()
-        self._places: weakref.WeakKeyDictionary[Route, Places | None] = weakref.WeakKeyDictionary()
         self._in_flight: Pending | None = None
         self._backs = 0
         self._names = ", ".join(spec.name for spec in self.specs)
@@ -178,26 +174,24 @@ class AllToAllExchange:
             self.on_transfer(transfer)
         here = StepContext(global_step=ctx.global_step, event_time_s=transfer.event_time_s)
         tickets = tuple(
-            self._inserted(transfer, ids, here)
-            if sending.insert
-            else ReadTicket(ids.groups, ids.counts_N)
+            self._inserted(transfer, ids, here) if sending.insert else ids
             for ids in self._lookups(transfer)
         )
         return Route(sending.request, tickets, transfer.event_time_s, transfer)
 
     def fetch(self, route: Route, *, ctx: StepContext) -> None:
         """Begin to send back the route's rows as they are now."""
-        self._fetched[route] = self._sent_rows(route, ctx)
+        route.fetched = self._sent_rows(route, ctx)
 
     def combine(self, route: Route, *, ctx: StepContext) -> tuple[Tensor, ...]:
         """Pool the route's rows: what `fetch` began, or the rows as they are now."""
-        fetched = self._fetched.get(route)
+        fetched: _Fetched | None = route.fetched
         if fetched is None:
             fetched = self._sent_rows(route, ctx)
         elif fetched.step == ctx.global_step:
-            del self._fetched[route]
+            route.fetched = None
         # Else steps have changed the rows: a forward that is computed again reads these once more.
-        return self._pool(route.request, fetched, self._places.get(route))
+        return self._pool(route.request, fetched, route.places)
 
     def read(self, request: Request) -> tuple[Tensor, ...]:
         """Rows for inference, pooled; unknown ids read as zeros and are not inserted."""
@@ -224,7 +218,7 @@ class AllToAllExchange:
             transfer.floats(),
             transfer.outgoing.offsets_N,
             request.ordered,
-            self._places.get(route),
+            route.places,
         )
         buffers = [
             RowBuffer(data, layout.dims, *transfer.sizes_of(layout), to_all=layout.replicated)
@@ -253,7 +247,7 @@ class AllToAllExchange:
         latest_s = latest_time(words, self._collectives.rank, self._names)
         return Transfer(sending.outgoing, sizes, latest_s)
 
-    def _lookups(self, transfer: Transfer) -> tuple[ReceivedIds, ...]:
+    def _lookups(self, transfer: Transfer) -> tuple[ReadTicket, ...]:
         """One lookup of what came here, or one per sender; none where no table is."""
         found = self._collectives.all_to_all(transfer.id_parts(torch.int32), what=_IDS).wait()
         if self._per_sender:
@@ -262,7 +256,7 @@ class AllToAllExchange:
             return ()
         return (received_ids(transfer, found, counted=True),)
 
-    def _inserted(self, transfer: Transfer, ids: ReceivedIds, ctx: StepContext) -> Ticket:
+    def _inserted(self, transfer: Transfer, ids: ReadTicket, ctx: StepContext) -> Ticket:
         try:
             return self.shard.find_or_init(ids.groups, ids.counts_N, ctx=ctx)
         except ShoalError as error:
@@ -288,12 +282,10 @@ class AllToAllExchange:
         ]
         transfer = _transfer_of(route)
         fetched = self._send_rows(transfer, flat_rows(transfer, rows), ctx.global_step)
-        if route not in self._places:
+        if route.places is None:
             # While rows are on their way.
             received = self._plans.received(route.request)
-            self._places[route] = received.places(
-                transfer.outgoing.offsets_N, route.request.ordered
-            )
+            route.places = received.places(transfer.outgoing.offsets_N, route.request.ordered)
         return fetched
 
     def _send_rows(self, transfer: Transfer, rows: Sequence[Tensor], step: int) -> _Fetched:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -52,7 +52,7 @@ class Sending(NamedTuple):
 
 
 # No slots: routes are held weakly, and a weakref slot needs Python 3.11.
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Route:
     """What was sent where: a request, and the tickets its rows are held under.
 
@@ -62,12 +62,16 @@ class Route:
             holds no table of the request (and senders do not step one by one).
         event_time_s: latest event time of any sender.
         transfer: ids, sizes and splits of the exchange; None in one process.
+        fetched: rows on their way for the next `combine`, as the exchange keeps them.
+        places: which row each position reads, as the exchange keeps it.
     """
 
     request: Request
     tickets: tuple[Ticket, ...]
     event_time_s: int
     transfer: Transfer | None = None
+    fetched: Any = None
+    places: Any = None
 
     @property
     def ticket(self) -> Ticket:

@@ -25,7 +25,7 @@ from shoal.placement import Hosted, Placement
 from shoal.ragged import KeyedRagged
 from shoal.table.hosting import hosted_spec
 from shoal.table.rows import real_dtype
-from shoal.table.shard import IdGroups
+from shoal.table.shard import IdGroups, ReadTicket
 from shoal.table.spec import TableSpec
 
 _ABSENT = -1
@@ -339,27 +339,19 @@ def _reordered(spans: list[Tensor], *how: Any) -> tuple[Tensor, Tensor, Tensor, 
     return outs
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ReceivedIds:
-    """Ids of one lookup at their owner: groups by buffer, then by sender, then by table.
+def received_ids(transfer: Transfer, received: Sequence[Tensor], *, counted: bool) -> ReadTicket:
+    """What came to this rank: ids of each buffer, each followed by its counts if counted.
 
-    Tables that this rank does not hold have no groups: nothing comes for them.
-    counts_N: int64, occurrences each position stands for; None when they did not travel.
+    Its groups are by buffer, then by sender, then by table; tables that this rank does not hold
+    have none: nothing comes for them.
     """
-
-    groups: IdGroups
-    counts_N: Tensor | None
-
-
-def received_ids(transfer: Transfer, received: Sequence[Tensor], *, counted: bool) -> ReceivedIds:
-    """What came to this rank: ids of each buffer, each followed by its counts if counted."""
     ids, counts = (received[::2], received[1::2]) if counted else (received, ())
     received_WX = transfer.sizes.received_WX
     sizes = [received_WX[:, layout.here_columns].flatten() for layout in transfer.plan.buffers]
     return _received(sizes, ids, counts, transfer.plan.here_G)
 
 
-def ids_by_sender(transfer: Transfer, received: Sequence[Tensor]) -> tuple[ReceivedIds, ...]:
+def ids_by_sender(transfer: Transfer, received: Sequence[Tensor]) -> tuple[ReadTicket, ...]:
     """The same, counted, for one lookup per sender; without ids on a rank that has no table:
     all ranks know alike that senders step one by one.
     """
@@ -379,9 +371,9 @@ def ids_by_sender(transfer: Transfer, received: Sequence[Tensor]) -> tuple[Recei
 
 def _received(
     sizes: Sequence[Tensor], ids: Sequence[Tensor], counts: Sequence[Tensor], tables_G: Tensor
-) -> ReceivedIds:
+) -> ReadTicket:
     sizes_G = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), *sizes])
-    return ReceivedIds(
+    return ReadTicket(
         IdGroups(_joined(ids), sizes_G.cumsum(0), tables_G),
         _joined(counts).long() if counts else None,
     )

@@ -17,7 +17,6 @@ from shoal.exchange.all_to_all import AllToAllExchange
 from shoal.exchange.partition import (
     HostedTable,
     Outgoing,
-    ReceivedIds,
     SendBuffer,
     SendPlan,
     Transfer,
@@ -32,7 +31,7 @@ from shoal.table import checks
 from shoal.table import shard as scalars
 from shoal.table.hosting import joined_chunk, joined_entry, joined_stats, slice_rates
 from shoal.table.rows import real_dtype
-from shoal.table.shard import Found, IdGroups, StepContext
+from shoal.table.shard import Found, IdGroups, ReadTicket, StepContext
 from shoal.table.spec import TableSpec
 from shoal.table.values import Entry, RowChunk, TableStats
 
@@ -154,7 +153,7 @@ class Arrived:
     given_N: Tensor
     packed: Packed
     transfer: Transfer
-    ids: ReceivedIds
+    ids: ReadTicket
     values: tuple[tuple[Tensor, ...], ...]
     ctx: StepContext
 

@@ -13,16 +13,25 @@ from shoal.ops.flat import (
 from shoal.ops.ids import Dedup, dedup, dedup_into, fused_value_rowids, normalize_merged_split
 from shoal.ops.ids_by_shard import (
     FusedReorder,
+    Partition,
+    RaggedPartition,
+    RaggedSplit,
     Reorder,
     ShardBy,
     UniqueKeys,
     ValueOffset,
     fused_reorder_by_indices,
     fused_reorder_by_indices_into,
+    partition,
+    permute_rows,
+    ragged_partition,
+    ragged_split_by_indices,
     reorder_by_indices,
     reorder_by_indices_into,
+    split_by_indices,
     unique_key_with_value_and_offset,
     unique_key_with_value_and_offset_into,
+    unpermute_rows,
 )
 from shoal.ops.layout import (
     Layout,
@@ -59,17 +68,6 @@ from shoal.ops.segments import (
     segment_sum,
 )
 from shoal.ops.sparse_fids import ShardedFids, sharding_sparse_fids
-from shoal.ops.splits import (
-    Partition,
-    RaggedPartition,
-    RaggedSplit,
-    partition,
-    permute_rows,
-    ragged_partition,
-    ragged_split_by_indices,
-    split_by_indices,
-    unpermute_rows,
-)
 
 __all__ = [
     "Dedup",

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shoal import _core
 from shoal.errors import DeviceUnavailable, unknown_name
@@ -227,6 +228,35 @@ def _lazy(target: str) -> Implementation:
         return getattr(importlib.import_module(f"shoal.kernels.{module}"), function)
 
     return lambda *args: loaded()(*args)
+
+
+def linear(transposed: Implementation) -> tuple[Implementation, Implementation]:
+    """`gradient` of an operator that is linear in its first argument, a tensor or a list of them.
+
+    transposed: (gradients, shape of the first argument or of each in it, the other arguments) ->
+        gradients of the first argument. The others have none.
+    """
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        first, *rest = inputs
+        ctx.shape = first.shape if isinstance(first, Tensor) else [one.shape for one in first]
+        leaves, ctx.form = tree_flatten(rest)
+        ctx.save_for_backward(*[one if isinstance(one, Tensor) else None for one in leaves])
+        ctx.plain = [None if isinstance(one, Tensor) else one for one in leaves]
+
+    def backward(ctx: Any, grads: Any) -> tuple[Any, ...]:
+        pairs = zip(ctx.saved_tensors, ctx.plain, strict=True)
+        leaves = [plain if saved is None else saved for saved, plain in pairs]
+        rest = tree_unflatten(leaves, ctx.form)
+        return transposed(grads, ctx.shape, *rest), *map(_none_for, rest)
+
+    return backward, setup
+
+
+def _none_for(argument: Any) -> Any:
+    """No gradient of an argument; torch asks for one of each tensor of a list."""
+    tensors = isinstance(argument, list) and all(isinstance(one, Tensor) for one in argument)
+    return [None] * len(argument) if tensors else None
 
 
 def by_core(core: Implementation) -> Implementation:

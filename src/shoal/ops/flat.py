@@ -12,19 +12,8 @@ from torch import Tensor
 from shoal._core import ops as core
 from shoal.address import address
 from shoal.errors import DTypeError, InputError, ShapeError
-from shoal.ops.checks import (
-    bad_flat_offset,
-    check_devices,
-    check_dims,
-    check_flat,
-    check_flat_offsets,
-    check_gradients,
-    check_ids,
-    check_lists,
-    check_same_dtype,
-    map_error,
-)
-from shoal.ops.dispatch import fresh, operator, widened
+from shoal.ops import checks
+from shoal.ops.dispatch import fresh, linear, operator, widened
 from shoal.ops.ids_by_shard import ValueOffset
 from shoal.ragged import Ragged
 
@@ -39,7 +28,7 @@ def _bad_item(
     while item >= offsets[k].numel():
         item -= offsets[k].numel()
         k += 1
-    return bad_flat_offset(what, k, item, int(offsets[k][item]), dims[k], size)
+    return checks.bad_flat_offset(what, k, item, int(offsets[k][item]), dims[k], size)
 
 
 def _core_lists(
@@ -83,7 +72,7 @@ def _with_map(
     fault, at = run(addresses, counts, dims, length, size, *how, torch.get_num_threads())
     if fault:
         keys = tensors[3].numel() - 1
-        raise map_error(fault, at, tensors[0], tensors[2], keys, length, size)
+        raise checks.map_error(fault, at, tensors[0], tensors[2], keys, length, size)
 
 
 def _check_map(*offset_map: Any) -> None:
@@ -107,45 +96,27 @@ def _core_sum(buffer_E: Tensor, *offset_map: Any) -> Tensor:
     return value.to(buffer_E.dtype)
 
 
-def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    flat_E, offsets, ctx.dims = inputs
-    ctx.save_for_backward(*offsets)
-    ctx.size = flat_E.shape[0]
+def _gather_transposed(
+    grads: Sequence[Tensor], shape: torch.Size, offsets: list[Tensor], _: list[int]
+) -> Tensor:
+    if not grads[0].is_complex():
+        return scatter_flat(list(grads), offsets, shape[0], 1.0)  # type: ignore[no-any-return]
+    pairs = [torch.view_as_real(grad).flatten(1) for grad in grads]
+    twice = [2 * part for part in offsets]
+    return torch.view_as_complex(scatter_flat(pairs, twice, 2 * shape[0], 1.0).view(-1, 2))
 
 
-def _gather_backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
-    offsets = list(ctx.saved_tensors)
-    if grads[0].is_complex():
-        pairs = [torch.view_as_real(grad).flatten(1) for grad in grads]
-        twice = [2 * part for part in offsets]
-        flat_E = torch.view_as_complex(scatter_flat(pairs, twice, 2 * ctx.size, 1.0).view(-1, 2))
-    else:
-        flat_E = scatter_flat(list(grads), offsets, ctx.size, 1.0)
-    return flat_E, [None] * len(offsets), None
+def _scatter_transposed(
+    grad_E: Tensor, shapes: Sequence[torch.Size], offsets: list[Tensor], _: int, scale: float
+) -> list[Tensor]:
+    scaled_E = grad_E if scale == 1 else grad_E * scale
+    return gather_flat(scaled_E, offsets, [shape[1] for shape in shapes])  # type: ignore[no-any-return]
 
 
-def _setup_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    grads, offsets, _, ctx.scale = inputs
-    ctx.save_for_backward(*offsets)
-    ctx.dims = [grad.shape[1] for grad in grads]
-
-
-def _scatter_backward(ctx: Any, grad_E: Tensor) -> tuple[Any, ...]:
-    offsets = list(ctx.saved_tensors)
-    scaled_E = grad_E if ctx.scale == 1 else grad_E * ctx.scale
-    return gather_flat(scaled_E, offsets, ctx.dims), [None] * len(offsets), None, None
-
-
-def _setup_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    buffer_E, *tensors, ctx.dims, _ = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.size = buffer_E.shape[0]
-
-
-def _sum_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    buffer_E = grad.new_zeros(ctx.size)
-    fill_offsets(buffer_E, grad, *ctx.saved_tensors, ctx.dims)
-    return buffer_E, None, None, None, None, None, None
+def _sum_transposed(grad: Tensor, shape: torch.Size, *offset_map: Any) -> Tensor:
+    buffer_E = grad.new_zeros(shape)
+    fill_offsets(buffer_E, grad, *offset_map[:-1])
+    return buffer_E
 
 
 gather_flat = operator(
@@ -156,10 +127,10 @@ gather_flat = operator(
     fake=lambda flat_E, offsets, dims: [
         flat_E.new_empty(part.shape[0], dim) for part, dim in zip(offsets, dims, strict=True)
     ],
-    check=lambda flat_E, offsets, dims: check_flat_offsets(
+    check=lambda flat_E, offsets, dims: checks.check_flat_offsets(
         _GATHER_OFFSETS, offsets, dims, flat_E.numel()
     ),
-    gradient=(_gather_backward, _setup_gather),
+    gradient=linear(_gather_transposed),
 )
 scatter_flat = operator(
     "scatter_flat(Tensor[] grads, Tensor[] offsets, SymInt size, float scale) -> Tensor",
@@ -167,10 +138,10 @@ scatter_flat = operator(
     core=_core_scatter,
     triton="flat_rows:scatter_flat",
     fake=lambda grads, offsets, size, scale: grads[0].new_empty(size),
-    check=lambda grads, offsets, size, scale: check_flat_offsets(
+    check=lambda grads, offsets, size, scale: checks.check_flat_offsets(
         _SCATTER_OFFSETS, offsets, [grad.shape[1] for grad in grads], size
     ),
-    gradient=(_scatter_backward, _setup_scatter),
+    gradient=linear(_scatter_transposed),
 )
 _MAP = "Tensor positions_N, Tensor splits_K1, Tensor offsets_V, Tensor offset_splits_U1, int[] dims"
 fill_offsets = operator(
@@ -190,7 +161,7 @@ sum_offsets = operator(
     triton="flat_rows:sum_offsets",
     fake=lambda buffer_E, *rest: buffer_E.new_empty(rest[-1]),
     check=lambda buffer_E, *offset_map: _check_map(*offset_map, buffer_E.numel()),
-    gradient=(_sum_backward, _setup_sum),
+    gradient=linear(_sum_transposed),
 )
 
 
@@ -260,14 +231,14 @@ def fused_gather_embeddings_by_input(
     """
     op = "fused_gather_embeddings_by_input"
     offsets, dims = list(fused_embedding_offsets), list(embedding_dims)
-    check_flat(op, "fused_embeddings", fused_embeddings)
+    checks.check_flat(op, "fused_embeddings", fused_embeddings)
     if not offsets and not dims:
         return []
-    check_lists(op, least=1, fused_embedding_offsets=offsets, embedding_dims=dims)
+    checks.check_lists(op, least=1, fused_embedding_offsets=offsets, embedding_dims=dims)
     for k, offsets_N in enumerate(offsets):
-        check_ids(op, f"fused_embedding_offsets[{k}]", offsets_N)
-    check_dims(op, "embedding_dims", dims)
-    check_devices(op, fused_embeddings=fused_embeddings, fused_embedding_offsets=offsets)
+        checks.check_ids(op, f"fused_embedding_offsets[{k}]", offsets_N)
+    checks.check_dims(op, "embedding_dims", dims)
+    checks.check_devices(op, fused_embeddings=fused_embeddings, fused_embedding_offsets=offsets)
     return list(gather_flat(fused_embeddings, offsets, dims))
 
 
@@ -295,10 +266,10 @@ def fused_gather_embeddings_by_input_gradient(
     """
     op = "fused_gather_embeddings_by_input_gradient"
     grads, offsets, dims = list(grads), list(embedding_offsets), list(embedding_dims)
-    check_lists(op, least=1, grads=grads, embedding_offsets=offsets, embedding_dims=dims)
-    check_dims(op, "embedding_dims", dims)
-    check_gradients(op, grads, offsets, dims)
-    check_devices(op, grads=grads, embedding_offsets=offsets)
+    checks.check_lists(op, least=1, grads=grads, embedding_offsets=offsets, embedding_dims=dims)
+    checks.check_dims(op, "embedding_dims", dims)
+    checks.check_gradients(op, grads, offsets, dims)
+    checks.check_devices(op, grads=grads, embedding_offsets=offsets)
     length = size.numel() if isinstance(size, Tensor) else size
     if length < 0:
         raise ShapeError(f"{op}: size", length, "0 or more", "Give the length of the buffer.")
@@ -336,22 +307,24 @@ def fill_with_offset_map(
     op = "fill_with_offset_map"
     offsets_V, splits_U1 = value_offset[:2]
     dims = list(dims)
-    check_ids(op, "value_offset values", offsets_V)
-    check_ids(op, "value_offset splits", splits_U1)
-    check_flat(op, "value", value)
-    check_flat(op, "value_buffer", value_buffer)
-    check_same_dtype(op, "value and value_buffer", [value, value_buffer])
+    checks.check_ids(op, "value_offset values", offsets_V)
+    checks.check_ids(op, "value_offset splits", splits_U1)
+    checks.check_flat(op, "value", value)
+    checks.check_flat(op, "value_buffer", value_buffer)
+    checks.check_same_dtype(op, "value and value_buffer", [value, value_buffer])
     if len(dims) != pos.batch_size:
         got, allowed = len(dims), f"{pos.batch_size}, the tables of pos"
         raise ShapeError(f"{op}: number of dims", got, allowed, "Give one width per table.")
-    check_dims(op, "dims", dims)
+    checks.check_dims(op, "dims", dims)
     if splits_U1.shape[0] < 1:
         raise ShapeError(f"{op}: value_offset splits", "[0]", "[U+1]", "Splits start with a 0.")
     if not value_buffer.is_contiguous():
         remedy = "Make it with torch.empty."
         raise ShapeError(f"{op}: value_buffer", "strides", "contiguous", remedy)
     offset = [offsets_V, splits_U1]
-    check_devices(op, pos=pos.values, value=value, value_offset=offset, value_buffer=value_buffer)
+    checks.check_devices(
+        op, pos=pos.values, value=value, value_offset=offset, value_buffer=value_buffer
+    )
     fill_offsets(value_buffer, value, pos.values, pos.offsets_B1, offsets_V, splits_U1, dims)
     return value_buffer
 
@@ -371,7 +344,7 @@ def finalize_shared_tensor(
     Monolith: `finalize_shared_tensor`.
     """
     op = "finalize_shared_tensor"
-    check_lists(op, least=1, shared_tensor_handles=shared_tensor_handles)
+    checks.check_lists(op, least=1, shared_tensor_handles=shared_tensor_handles)
     buffer_E = shared_tensor_handles[0]
     for i, handle in enumerate(shared_tensor_handles):
         if handle is not buffer_E and not _same_storage(handle, buffer_E):
@@ -409,9 +382,9 @@ def aligned_flat_concat(
     """
     op = "aligned_flat_concat"
     tensors = list(tensors)
-    check_lists(op, least=1, tensors=tensors)
-    check_same_dtype(op, "tensors", tensors)
-    check_devices(op, tensors=tensors)
+    checks.check_lists(op, least=1, tensors=tensors)
+    checks.check_same_dtype(op, "tensors", tensors)
+    checks.check_devices(op, tensors=tensors)
     unit = _unit(op, tensors[0], alignment_bytes)
     parts: list[Tensor] = []
     for tensor in tensors:
@@ -439,8 +412,8 @@ def aligned_flat_split(
     """
     op = "aligned_flat_split"
     tensors = list(tensors)
-    check_lists(op, least=1, tensors=tensors)
-    check_flat(op, "flat", flat)
+    checks.check_lists(op, least=1, tensors=tensors)
+    checks.check_flat(op, "flat", flat)
     unit = _unit(op, flat, alignment_bytes)
     sizes: list[int] = []
     for tensor in tensors:

@@ -19,7 +19,7 @@ from shoal.address import address, check_dense, fresh_address
 from shoal.errors import DTypeError, InputError, ShapeError, unknown_name
 from shoal.lookup import ALONE, BY_ROW, LayoutCall
 from shoal.ops.checks import check_layout
-from shoal.ops.dispatch import operator
+from shoal.ops.dispatch import linear, operator
 from shoal.ops.layout_plan import FeatureConfigs, LayoutIndex, OutType
 from shoal.ops.monolith_layout import MonolithOffsets, decode_monolith
 
@@ -279,44 +279,36 @@ def _fake_forward(buffers: list[Tensor], *rest: Any) -> list[Tensor]:
     return [buffers[0].new_empty(shape) for shape in _output_shapes(batch_sizes, shapes)]
 
 
-def _setup_forward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    buffers, *index, batch_sizes, shapes, limits = inputs
-    ctx.save_for_backward(*index)
-    ctx.rest = (batch_sizes, shapes, limits)
-    ctx.buffer_shapes = [buffer.shape for buffer in buffers]
-
-
-def _backward_of_forward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    if len(ctx.rest[0]) != 1:
-        got, remedy = len(ctx.rest[0]), "Several requests in one call are for serving."
-        raise InputError(f"{_OP}: requests", got, "one for gradients", remedy)
+def _forward_transposed(
+    grads: list[Tensor | None], buffer_shapes: Sequence[torch.Size], *call: Any
+) -> list[Tensor]:
+    requests = len(LayoutCall(*call).batch_sizes)
+    if requests != 1:
+        remedy = "Several requests in one call are for serving."
+        raise InputError(f"{_OP}: requests", requests, "one for gradients", remedy)
     like = next(grad for grad in grads if grad is not None)
     # An empty gradient counts as zeros: nothing is filled, nothing is read.
     given = [like.new_empty(0) if grad is None else grad for grad in grads]
-    sizes = [shape.numel() for shape in ctx.buffer_shapes]
-    found = layout_backward(given, None, sizes, *ctx.saved_tensors, *ctx.rest)
-    shaped = [grad.view(shape) for grad, shape in zip(found, ctx.buffer_shapes, strict=True)]
-    return (shaped, *[None] * 10)
+    found = layout_backward(given, None, [shape.numel() for shape in buffer_shapes], *call)
+    return [grad.view(shape) for grad, shape in zip(found, buffer_shapes, strict=True)]
 
 
-def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    grads, scale, sizes, *index, batch_sizes, shapes, limits = inputs
-    ctx.save_for_backward(*index, *([] if scale is None else [scale]))
-    ctx.rest = (batch_sizes, shapes, limits)
-    ctx.sizes = sizes
-    ctx.given = [grad.numel() > 0 for grad in grads]
-
-
-def _backward_of_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+def _backward_transposed(
+    grads: list[Tensor | None],
+    shapes: Sequence[torch.Size],
+    scale: Tensor | None,
+    sizes: Sequence[int],
+    *call: Any,
+) -> list[Tensor | None]:
     like = next(grad for grad in grads if grad is not None)
     rows = [
         like.new_zeros(size) if grad is None else grad
-        for grad, size in zip(grads, ctx.sizes, strict=True)
+        for grad, size in zip(grads, sizes, strict=True)
     ]
-    laid = layout_forward(rows, *ctx.saved_tensors[:7], *ctx.rest)
-    scaled = [part * scale for part in laid for scale in ctx.saved_tensors[7:]] or laid
-    kept = [part if given else None for part, given in zip(scaled, ctx.given, strict=True)]
-    return (kept, *[None] * 12)
+    laid = layout_forward(rows, *call)
+    scaled = laid if scale is None else [part * scale for part in laid]
+    # Those that were empty counted as zeros.
+    return [part if shape.numel() else None for part, shape in zip(scaled, shapes, strict=True)]
 
 
 _INDEX = (
@@ -331,7 +323,7 @@ layout_forward = operator(
     triton="layout:layout_forward",
     fake=_fake_forward,
     check=check_layout,
-    gradient=(_backward_of_forward, _setup_forward),
+    gradient=linear(_forward_transposed),
 )
 
 layout_backward = operator(
@@ -341,7 +333,7 @@ layout_backward = operator(
     triton="layout:layout_backward",
     fake=lambda grads, scale, sizes, *_: [grads[0].new_empty(size) for size in sizes],
     check=lambda grads, scale, sizes, *call: check_layout(sizes, *call),
-    gradient=(_backward_of_backward, _setup_backward),
+    gradient=linear(_backward_transposed),
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,17 +11,8 @@ from torch import Tensor
 from shoal._core import ops as core
 from shoal.address import address
 from shoal.errors import ShapeError
-from shoal.ops.checks import (
-    bad_row_index,
-    check_devices,
-    check_floating,
-    check_ids,
-    check_lists,
-    check_rows,
-    check_same_dtype,
-    missing_id,
-)
-from shoal.ops.dispatch import by_core, fresh, operator, widened
+from shoal.ops import checks
+from shoal.ops.dispatch import by_core, fresh, linear, operator, widened
 
 
 class GatheredRows(NamedTuple):
@@ -48,7 +39,7 @@ def _core_match(
     pairs = address(ids_M), ids_M.numel(), address(query_N), query_N.numel()
     missing = core.match_rows(*pairs, address(index_N), _threads(multi_threads))
     if missing >= 0 and not missing_ok:
-        raise missing_id(what, missing, int(query_N[missing]))
+        raise checks.missing_id(what, missing, int(query_N[missing]))
     return index_N
 
 
@@ -63,7 +54,7 @@ def _core_gather(
     places = address(index_N), index_N.numel(), address(out_ND)
     bad = core.gather_rows(*arrays, *places, _threads(multi_threads))
     if bad >= 0:
-        raise bad_row_index(what, bad, int(index_N[bad]), sum(counts))
+        raise checks.bad_row_index(what, bad, int(index_N[bad]), sum(counts))
     return out_ND
 
 
@@ -80,36 +71,22 @@ def _core_scatter(grad_ND: Tensor, index_N: Tensor, rows: int, what: str) -> Ten
     addresses, threads = (address(wide_ND), address(index_N)), torch.get_num_threads()
     bad = run(*addresses, n, rows, dim, address(out_MD), threads)
     if bad >= 0:
-        raise bad_row_index(what, bad, int(index_N[bad]), rows)
+        raise checks.bad_row_index(what, bad, int(index_N[bad]), rows)
     return out_MD.to(grad_ND.dtype)
 
 
-def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    shards, index_N, _, ctx.what = inputs
-    ctx.save_for_backward(index_N)
-    ctx.counts = [rows.shape[0] for rows in shards]
-
-
-def _gather_backward(ctx: Any, grad_ND: Tensor) -> tuple[Any, ...]:
-    (index_N,) = ctx.saved_tensors
-    rows = sum(ctx.counts)
+def _gather_transposed(
+    grad_ND: Tensor, shapes: Sequence[torch.Size], index_N: Tensor, _: bool, what: str
+) -> list[Tensor]:
+    counts = [shape[0] for shape in shapes]
+    rows = sum(counts)
     if grad_ND.is_complex():
         pairs_ND = torch.view_as_real(grad_ND).flatten(1)
-        sums_MD = _scatter_rows(pairs_ND, index_N, rows, ctx.what).view(rows, -1, 2)
+        sums_MD = _scatter_rows(pairs_ND, index_N, rows, what).view(rows, -1, 2)
         sums_MD = torch.view_as_complex(sums_MD)
     else:
-        sums_MD = _scatter_rows(grad_ND, index_N, rows, ctx.what)
-    return list(torch.split(sums_MD, ctx.counts)), None, None, None
-
-
-def _setup_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, index_N, _, ctx.what = inputs
-    ctx.save_for_backward(index_N)
-
-
-def _scatter_backward(ctx: Any, grad_MD: Tensor) -> tuple[Any, ...]:
-    (index_N,) = ctx.saved_tensors
-    return _gather_rows([grad_MD], index_N, True, ctx.what), None, None, None
+        sums_MD = _scatter_rows(grad_ND, index_N, rows, what)
+    return list(torch.split(sums_MD, counts))
 
 
 _check_match = by_core(_core_match)
@@ -131,7 +108,7 @@ _gather_rows = operator(
     check=lambda shards, index_N, _, what: _check_index(
         index_N, sum(rows.shape[0] for rows in shards), what
     ),
-    gradient=(_gather_backward, _setup_gather),
+    gradient=linear(_gather_transposed),
 )
 _scatter_rows = operator(
     "scatter_rows(Tensor grad_ND, Tensor index_N, SymInt rows, str what) -> Tensor",
@@ -139,7 +116,9 @@ _scatter_rows = operator(
     triton="flat_rows:scatter_rows",
     fake=lambda grad_ND, index_N, rows, _: grad_ND.new_empty(rows, grad_ND.shape[1]),
     check=lambda grad_ND, index_N, rows, what: _check_index(index_N, rows, what),
-    gradient=(_scatter_backward, _setup_scatter),
+    gradient=linear(
+        lambda grad_MD, _, index_N, rows, what: _gather_rows([grad_MD], index_N, True, what)
+    ),
 )
 
 
@@ -156,9 +135,9 @@ def match_rows(
         DTypeError, ShapeError: ids not int64 [M], or query not int64.
         InputError: a missing id; names it and its place in the flattened query. Several devices.
     """
-    check_ids("match_rows", "ids_M", ids_M)
-    check_ids("match_rows", "query", query, dims=None)
-    check_devices("match_rows", ids_M=ids_M, query=query)
+    checks.check_ids("match_rows", "ids_M", ids_M)
+    checks.check_ids("match_rows", "query", query, dims=None)
+    checks.check_devices("match_rows", ids_M=ids_M, query=query)
     return _matched([ids_M], query, "match_rows: query", missing_ok, multi_threads)
 
 
@@ -175,10 +154,10 @@ def gather_rows(rows: Tensor | Sequence[Tensor], index: Tensor) -> Tensor:
     """
     op = "gather_rows"
     shards = [rows] if isinstance(rows, Tensor) else list(rows)
-    check_lists(op, least=1, rows=shards)
+    checks.check_lists(op, least=1, rows=shards)
     _check_shards(op, "rows", shards)
-    check_ids(op, "index", index, dims=None)
-    check_devices(op, rows=shards, index=index)
+    checks.check_ids(op, "index", index, dims=None)
+    checks.check_devices(op, rows=shards, index=index)
     return _gathered(shards, index, "gather_rows: index", True)
 
 
@@ -194,9 +173,9 @@ def scatter_rows(grad: Tensor, index: Tensor, rows: int) -> Tensor:
         InputError: an index outside 0 to rows-1; names it. Several devices.
     """
     op = "scatter_rows"
-    check_ids(op, "index", index, dims=None)
+    checks.check_ids(op, "index", index, dims=None)
     _check_grad(op, grad, index)
-    check_devices(op, grad=grad, index=index)
+    checks.check_devices(op, grad=grad, index=index)
     if rows < 0:
         raise ShapeError(f"{op}: rows", rows, "0 or more", "Give the number of rows of the result.")
     return _scattered(grad, index, rows, "scatter_rows: index")
@@ -221,7 +200,7 @@ def map_id_to_embedding(
     Monolith: `map_id_to_embedding`.
     """
     op = "map_id_to_embedding"
-    check_lists(op, least=1, ids=ids, embeddings=embeddings)
+    checks.check_lists(op, least=1, ids=ids, embeddings=embeddings)
     return _looked_up(op, ids, list(embeddings), input, use_multi_threads)[0]
 
 
@@ -241,10 +220,10 @@ def map_id_to_embedding_gradient_back_prop(
     Monolith: `map_id_to_embedding_gradient_back_prop`.
     """
     op = "map_id_to_embedding_gradient_back_prop"
-    check_lists(op, least=1, ids=ids)
+    checks.check_lists(op, least=1, ids=ids)
     _check_id_lists(op, ids, input)
     _check_grad(op, grads, input)
-    check_devices(op, ids=ids, input=input, grads=grads)
+    checks.check_devices(op, ids=ids, input=input, grads=grads)
     index = _matched(ids, input, f"{op}: input", False, True)
     sizes = [part.shape[0] for part in ids]
     return list(torch.split(_scattered(grads, index, sum(sizes), f"{op}: input"), sizes))
@@ -284,10 +263,10 @@ def gather_embeddings_by_ids_gradient_back_prop(
     Monolith: `gather_embeddings_by_ids_gradient_back_prop`.
     """
     op = "gather_embeddings_by_ids_gradient_back_prop"
-    check_ids(op, "ids", ids)
-    check_ids(op, "index_mapping", index_mapping, dims=None)
+    checks.check_ids(op, "ids", ids)
+    checks.check_ids(op, "index_mapping", index_mapping, dims=None)
     _check_grad(op, grads, index_mapping)
-    check_devices(op, ids=ids, grads=grads, index_mapping=index_mapping)
+    checks.check_devices(op, ids=ids, grads=grads, index_mapping=index_mapping)
     return _scattered(grads, index_mapping, ids.shape[0], f"{op}: index_mapping")
 
 
@@ -302,7 +281,7 @@ def _looked_up(
             at = f"[{s}]" if len(ids) > 1 else ""
             got, allowed = rows_MD.shape[0], f"{ids_M.shape[0]}, as many as ids{at}"
             raise ShapeError(f"{op}: rows of embeddings{at}", got, allowed, "Give one row per id.")
-    check_devices(op, ids=ids, embeddings=shards, input=input)
+    checks.check_devices(op, ids=ids, embeddings=shards, input=input)
     index = _matched(ids, input, f"{op}: input", False, many)
     return _gathered(shards, index, f"{op}: input", many), index
 
@@ -327,14 +306,14 @@ def _scattered(grad: Tensor, index: Tensor, rows: int, what: str) -> Tensor:
 
 def _check_id_lists(op: str, ids: Sequence[Tensor], input: Tensor) -> None:
     for s, ids_M in enumerate(ids):
-        check_ids(op, f"ids[{s}]" if len(ids) > 1 else "ids", ids_M)
-    check_ids(op, "input", input, dims=None)
+        checks.check_ids(op, f"ids[{s}]" if len(ids) > 1 else "ids", ids_M)
+    checks.check_ids(op, "input", input, dims=None)
 
 
 def _check_shards(op: str, name: str, shards: Sequence[Tensor]) -> None:
     for s, rows_MD in enumerate(shards):
-        check_rows(op, f"{name}[{s}]" if len(shards) > 1 else name, rows_MD)
-    check_same_dtype(op, name, shards)
+        checks.check_rows(op, f"{name}[{s}]" if len(shards) > 1 else name, rows_MD)
+    checks.check_same_dtype(op, name, shards)
     widths = {rows_MD.shape[1] for rows_MD in shards}
     if len(widths) > 1:
         raise ShapeError(
@@ -343,7 +322,7 @@ def _check_shards(op: str, name: str, shards: Sequence[Tensor]) -> None:
 
 
 def _check_grad(op: str, grad: Tensor, index: Tensor) -> None:
-    check_floating(op, "grads", grad)
+    checks.check_floating(op, "grads", grad)
     if grad.ndim != index.ndim + 1 or grad.shape[:-1] != index.shape:
         allowed = f"[*{tuple(index.shape)}, D]"
         raise ShapeError(

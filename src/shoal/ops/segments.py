@@ -27,7 +27,7 @@ from shoal._core import ops as core
 from shoal.address import address
 from shoal.errors import ShapeError
 from shoal.ops import checks
-from shoal.ops.dispatch import by_core, fresh, operator, widened
+from shoal.ops.dispatch import by_core, fresh, linear, operator, widened
 
 MODES = ("sum", "mean", "sqrtn", "l2")
 
@@ -533,33 +533,15 @@ def _check_sums(values: list[Tensor], offsets: list[Tensor], *rest: Any) -> None
         checks.read_offsets(checks.table_of(rest[-1], k, values), offsets_B1, rows_ND.shape[0])
 
 
-def _setup_sums(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    values, offsets, order_N, index_N, _widths, ctx.parts, ctx.op = inputs
-    ctx.rows = [rows_ND.shape[0] for rows_ND in values]
-    ctx.save_for_backward(order_N, index_N, *offsets)
-
-
-def _sums_gradient(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    order_N, index_N, *offsets = ctx.saved_tensors
+def _sums_transposed(
+    grads: list[Tensor], shapes: Sequence[torch.Size], offsets: list[Tensor], *rest: Any
+) -> list[Tensor]:
+    order_N, index_N, _, parts, op = rest
+    rows = [shape[0] for shape in shapes]
     if index_N is None:
-        values = _segment_sums_backward(list(grads), offsets, ctx.rows, ctx.parts, ctx.op)
-    else:
-        joined_BD = torch.cat(list(grads), dim=1)
-        segments = (offsets[0], order_N, index_N, None, None)
-        values = [segment_spread(joined_BD, *segments, "sum", ctx.rows[0])]
-    return values, [None] * len(offsets), *(None,) * 5
-
-
-def _setup_sums_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    grads, offsets, _rows, ctx.parts, ctx.op = inputs
-    ctx.widths = [part.shape[1] for part in grads]
-    ctx.save_for_backward(*offsets)
-
-
-def _sums_second_gradient(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    offsets = list(ctx.saved_tensors)
-    sums = _segment_sums(list(grads), offsets, None, None, ctx.widths, ctx.parts, ctx.op)
-    return sums, [None] * len(offsets), None, None, None
+        return _segment_sums_backward(list(grads), offsets, rows, parts, op)  # type: ignore[no-any-return]
+    joined_BD = torch.cat(list(grads), dim=1)
+    return [segment_spread(joined_BD, offsets[0], order_N, index_N, None, None, "sum", rows[0])]
 
 
 _segment_sums = operator(
@@ -573,7 +555,7 @@ _segment_sums = operator(
         for k, width in zip(_owners(parts), widths, strict=True)
     ],
     check=_check_sums,
-    gradient=(_sums_gradient, _setup_sums),
+    gradient=linear(_sums_transposed),
 )
 
 _segment_sums_backward = operator(
@@ -585,7 +567,11 @@ _segment_sums_backward = operator(
     fake=lambda grads, offsets, rows, parts, op: [
         grads[0].new_empty(count, dim) for count, dim in zip(rows, _dims(grads, parts), strict=True)
     ],
-    gradient=(_sums_second_gradient, _setup_sums_backward),
+    gradient=linear(
+        lambda grads, shapes, offsets, _, parts, op: _segment_sums(
+            list(grads), offsets, None, None, [shape[1] for shape in shapes], parts, op
+        )
+    ),
 )
 
 
@@ -607,14 +593,10 @@ def _first_n_shape(
     return (rows, source.shape[-1]) if back else (segments, length, source.shape[-1])
 
 
-def _setup_first_n(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, offsets_B1, ctx.length, ctx.rows, ctx.back = inputs
-    ctx.save_for_backward(offsets_B1)
-
-
-def _first_n_gradient(ctx: Any, grads: Tensor) -> tuple[Any, ...]:
-    turned = _first_n(grads, *ctx.saved_tensors, ctx.length, ctx.rows, not ctx.back)
-    return turned, None, None, None, None
+def _first_n_transposed(
+    grads: Tensor, _: torch.Size, offsets_B1: Tensor, length: int, rows: int, back: bool
+) -> Tensor:
+    return _first_n(grads, offsets_B1, length, rows, not back)  # type: ignore[no-any-return]
 
 
 # From rows [N, D] to [B, length, D] and back: each is the other's gradient.
@@ -629,7 +611,7 @@ _first_n = operator(
     check=lambda source, offsets, length, rows, back: checks.read_offsets(
         "segment_first_n", offsets, rows
     ),
-    gradient=(_first_n_gradient, _setup_first_n),
+    gradient=linear(_first_n_transposed),
 )
 
 

@@ -480,7 +480,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             self._groups[0].group["params"].append(self._flag)
         super().__init__([group.group for group in self._groups], {})
         self._built = True
-        self.resume(max(ledger.claim(self) for ledger in self.accumulators))
+        self.resume(max(ledger.claim(self.resume) for ledger in self.accumulators))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: tables are given at construction; dense parameters have optimizers of torch.

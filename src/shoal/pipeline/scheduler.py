@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from shoal.errors import ConfigError
+from shoal.rules.rule import Checked, Steps, check, whole
 
 Action = Literal[
     "vote",
@@ -23,20 +23,8 @@ Action = Literal[
 ]
 
 
-def _whole(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(
-            f"{name} of a pipeline",
-            got=repr(value),
-            allowed=f"an int, at least {least}",
-            remedy="Rows of staleness + 1 windows have to fit the batches in flight."
-            if name == "depth"
-            else "Leave it out for the default.",
-        )
-
-
 @dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(Checked):
     """What a pipeline may do at the same time, and when its run ends and evicts.
 
     Args:
@@ -53,18 +41,23 @@ class Settings:
         ConfigError: out of range.
     """
 
-    staleness: int = 0
-    accumulation: int = 1
+    staleness: Annotated[int, whole(0)] = 0
+    accumulation: Steps = 1
     depth: int | None = None
     stop_at_first: bool = False
     drain: bool = True
     evict_every_s: int | None = None
 
     def __post_init__(self) -> None:
-        _whole("staleness", self.staleness, 0)
-        _whole("accumulation", self.accumulation, 1)
+        Checked.__post_init__(self)
         if self.depth is not None:
-            _whole("depth", self.depth, (self.staleness + 1) * self.accumulation)
+            remedy = "Rows of staleness + 1 windows have to fit the batches in flight."
+            least = (self.staleness + 1) * self.accumulation
+            check(self, "depth", self.depth, whole(least, remedy=remedy))
+
+    def described(self) -> str:
+        """In errors."""
+        return "a pipeline"
 
     @property
     def in_flight(self) -> int:

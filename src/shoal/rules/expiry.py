@@ -8,9 +8,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from shoal.errors import ConfigError
 from shoal.ids import BITS, FidLayout, max_slot, slot_of
-from shoal.rules.rule import Checked, check, whole
+from shoal.rules.rule import Allowed, Checked, check, whole
 
 __all__ = ["Expiry"]
 
@@ -73,13 +72,8 @@ class SlotRule(Checked):
             check(self, "slot in per_slot", slot, whole(0, max_slot(self.fid_layout)))
             check(self, f"per_slot value of slot {slot}", value, whole(0))
         slots = [slot for slot, _ in self.per_slot]
-        if len(set(slots)) != len(slots):
-            raise ConfigError(
-                f"per_slot of {type(self).__name__}",
-                got=slots,
-                allowed="each slot once",
-                remedy="Drop the repeated slot.",
-            )
+        once = Allowed("each slot once", lambda all_: len(set(all_)) == len(all_), "Drop repeats.")
+        check(self, "per_slot", slots, once)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

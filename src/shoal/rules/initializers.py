@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.errors import ConfigError
 from shoal.ids import mix64, salt
-from shoal.rules.rule import Finite, NotNegative, Rule, at_least
+from shoal.rules.rule import Allowed, Finite, NotNegative, Rule, at_least, check
 
 __all__ = [
     "BatchSoftmaxInit",
@@ -162,13 +161,8 @@ class Uniform(Initializer):
 
     def __post_init__(self) -> None:
         Initializer.__post_init__(self)
-        if self.minval > self.maxval:
-            raise ConfigError(
-                "minval of Uniform",
-                got=f"{self.minval} above maxval {self.maxval}",
-                allowed="at most maxval",
-                remedy="Swap the two.",
-            )
+        words = f"at most maxval, {self.maxval}"
+        check(self, "minval", self.minval, Allowed(words, self.maxval.__ge__, "Swap the two."))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from shoal.errors import ConfigError, InputError
-from shoal.rules.rule import Allowed, NotNegative, Positive, Rule, Share
+from shoal.errors import InputError
+from shoal.rules.rule import Allowed, NotNegative, Positive, Rule, Share, check, whole
 from shoal.rules.schedules import Rate, Schedule, as_rate
 
 __all__ = [
@@ -69,7 +69,8 @@ class Optimizer(Rule, ABC):
     coupling: which columns one column's step reads: its own ("element"), those of its segment, or
     the whole row; placement may not split those. vectors, scalars: what state starts from, one item
     for each vector of the segment's width, then for each single float: a number or the name of
-    the field that holds it. denominator: fields that a first gradient of 0 is divided by.
+    the field that holds it. denominator: fields that a first gradient of 0 is divided by. dims: of
+    its segment.
 
     Raises:
         ConfigError: a value out of range, or a denominator that could be 0.
@@ -81,16 +82,15 @@ class Optimizer(Rule, ABC):
     vectors: ClassVar[Starts] = ()
     scalars: ClassVar[Starts] = ()
     denominator: ClassVar[tuple[str, ...]] = ()
+    dims: ClassVar[Allowed] = whole(1, remedy="Give the segment one column or more.")
 
     def __post_init__(self) -> None:
         Rule.__post_init__(self)
-        if self.denominator and not any(getattr(self, name) for name in self.denominator):
-            raise ConfigError(
-                f"{' and '.join(self.denominator)} of {type(self).__name__}",
-                got="0",
-                allowed="above 0" if len(self.denominator) == 1 else "one of them above 0",
-                remedy="A first gradient of 0 or near it would divide by 0; raise one of them.",
-            )
+        if names := self.denominator:
+            words = "above 0" if len(names) == 1 else "one of them above 0"
+            remedy = "A first gradient of 0 or near it would divide by 0; raise one of them."
+            largest = max(getattr(self, name) for name in names)
+            check(self, " and ".join(names), largest, Allowed(words, lambda v: v > 0, remedy))
 
     def state_width(self, dim: int) -> int:
         """Floats of state S that a segment of `dim` columns carries."""
@@ -127,13 +127,7 @@ class Optimizer(Rule, ABC):
         Raises:
             ConfigError: it cannot.
         """
-        if dim < 1:
-            raise ConfigError(
-                f"dim of a segment with {type(self).__name__}",
-                got=dim,
-                allowed="at least 1",
-                remedy="Give the segment one column or more.",
-            )
+        check(self, "dim of a segment", dim, self.dims)
 
 
 def rest_of(share: float, like: Tensor) -> Tensor:
@@ -656,22 +650,9 @@ class BatchSoftmax(Optimizer):
 
     kind = "batch_softmax"
     scalars = (0, 0)
+    dims = Allowed("1", (1).__eq__, "Give the frequency estimate a segment of its own.")
 
     lr: Rate = 0.1
-
-    def check_dim(self, dim: int) -> None:
-        """Check that the segment has one column.
-
-        Raises:
-            ConfigError: it has not.
-        """
-        if dim != 1:
-            raise ConfigError(
-                "dim of a segment with BatchSoftmax",
-                got=dim,
-                allowed="1",
-                remedy="Give the frequency estimate a segment of its own.",
-            )
 
     def step(
         self, w_UD: Tensor, state_US: Tensor, grad_UD: Tensor, lr: float, ctx: RuleContext

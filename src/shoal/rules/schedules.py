@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
-from shoal.errors import ConfigError
 from shoal.rules.rule import Allowed, Checked, NotNegative, Positive, Steps, at_least, check, whole
 
 __all__ = [
@@ -42,6 +41,11 @@ class Schedule(Checked, ABC):
 
 
 _RATE = at_least(0)
+_RISING = Allowed(
+    "steps in strictly rising order",
+    lambda steps: list(steps) == sorted(set(steps)),
+    "Sort them and drop repeats.",
+)
 Rate = Annotated[
     float | Schedule,
     Allowed(_RATE.words, lambda value: isinstance(value, Schedule) or _RATE.fits(value)),
@@ -132,26 +136,19 @@ class Piecewise(Schedule):
 
     kind = "piecewise"
 
-    boundaries: tuple[int, ...]
+    boundaries: Annotated[tuple[int, ...], _RISING]
     values: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if len(self.values) != len(self.boundaries) + 1:
-            raise ConfigError(
-                "values of Piecewise",
-                got=f"{len(self.values)} for {len(self.boundaries)} boundaries",
-                allowed="one more than boundaries",
-                remedy="The first value holds before the first boundary.",
-            )
         for boundary in self.boundaries:
             check(self, "boundaries", boundary, whole(1))
-        if list(self.boundaries) != sorted(set(self.boundaries)):
-            raise ConfigError(
-                "boundaries of Piecewise",
-                got=self.boundaries,
-                allowed="steps in strictly rising order",
-                remedy="Sort them and drop repeats.",
-            )
+        Schedule.__post_init__(self)
+        words, remedy = (
+            "one more than boundaries",
+            "The first value holds before the first boundary.",
+        )
+        wanted = len(self.boundaries) + 1
+        check(self, "number of values", len(self.values), Allowed(words, wanted.__eq__, remedy))
         for value in self.values:
             check(self, "values", value, at_least(0))
 

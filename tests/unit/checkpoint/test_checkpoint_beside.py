@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal import _core
-from shoal.checkpoint import writing
+from shoal.checkpoint import saving
 from shoal.checkpoint.saving import Saving, begin, save
 from shoal.checkpoint.store import CheckpointStore
 from shoal.checkpoint.writing import Throttle
@@ -40,7 +40,7 @@ class Told(Throttle):
 
 @pytest.fixture(autouse=True)
 def _told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(writing, "Throttle", Told)
+    monkeypatch.setattr(saving, "Throttle", Told)
     with small_files():
         yield
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from shoal.checkpoint import CheckpointStore, compact, saving, verify
+from shoal.checkpoint.saving import Saving
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import WRITER, claim
-from shoal.checkpoint.writing import JobWriter
 from shoal.errors import CheckpointError
 from support.tiny_job import TinyJob
 
@@ -25,15 +25,15 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path, job: TinyJob) -> None:
         self.go, there = threading.Event(), threading.Event()
-        commit = JobWriter._commit
+        commit = Saving._commit
 
-        def wait_and_commit(writer: JobWriter, manifest: Any) -> None:
+        def wait_and_commit(writer: Saving, manifest: Any) -> None:
             there.set()
             assert self.go.wait(20)
             commit(writer, manifest)
 
         with monkeypatch.context() as patch:
-            patch.setattr(JobWriter, "_commit", wait_and_commit)
+            patch.setattr(Saving, "_commit", wait_and_commit)
             self.saving = saving.begin(root, job.contents(), step=job.steps, position=job.steps)
             assert there.wait(20)
         saving._begun.discard(self.saving)

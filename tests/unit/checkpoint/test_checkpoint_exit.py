@@ -48,10 +48,10 @@ put(9)
 if how == "aborted":
     saving.abort()
 elif how == "broken":
-    import shoal.checkpoint.writing as job_writing
+    import shoal.checkpoint.saving as job_saving
     def commit(*_):
         raise OSError("the disk is gone")
-    job_writing.commit = commit
+    job_saving.commit = commit
 elif how == "forked":
     child = os.fork()
     if child == 0:

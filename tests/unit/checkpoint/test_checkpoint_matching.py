@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.checkpoint.chain import Newer, runs
+from shoal.checkpoint.chain import ChainFile, Link, Newer, runs
 from shoal.checkpoint.loading_rows import adapt
 from shoal.checkpoint.manifest import SCHEMA, Manifest, SavedFile, SavedTable
+from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.table_match import (
     LoadOptions,
     TableMatch,
@@ -277,8 +278,10 @@ def test_files_are_read_newest_first_in_runs_that_share_no_row() -> None:
         file("d4", "d", 0, half),
         file("no", "a", kind="admission"),
     )
-    found = runs([full, delta], lambda one: one.path != "f6")
-    assert {tuple(one.file.path for one in run) for run in found} == {
+    links = [Link(Storage("nowhere"), one) for one in (full, delta)]
+    files = [ChainFile(k, link, one) for k, link in enumerate(links) for one in link.manifest.files]
+    found = runs(one for one in files if one.saved.path not in ("f6", "no"))
+    assert {tuple(one.saved.path for one in run) for run in found} == {
         ("d1", "f1", "f2"),
         ("f3",),
         ("d2", "d3", "f4"),

@@ -38,7 +38,7 @@ def test_rows_are_put_in_order(run_bytes: int):
             piece = slice(start, start + 700)
             collected.add(0, Entries(**{f: getattr(whole, f)[piece] for f in NAMES}))
         collected.finish()
-        assert collected.rows(0) == 5000
+        assert collected.most_rows(0) == 5000
         assert collected.latest(0) == int(chunk.versions.max())
         ordered = in_order(chunk)
         assert same(row_files.chunk_of("t", collected.read(0, 0, HASHES)), ordered)

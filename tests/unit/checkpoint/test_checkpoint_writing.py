@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.checkpoint import verify, writing
+from shoal.checkpoint import saving, verify, writing
 from shoal.checkpoint.job_state import Contents
 from shoal.checkpoint.loading import load
 from shoal.checkpoint.saving import begin, save
@@ -273,7 +273,7 @@ def break_at(patched: pytest.MonkeyPatch, where: str) -> None:
     elif where == "close":
         patched.setattr(writing.RowFileWriter, "close", fail)
     elif where == "dense":
-        patched.setattr(writing.dense, "write", fail)
+        patched.setattr(saving.dense, "write", fail)
     elif where == "manifest":
         patched.setattr(Storage, "replace", fail)
     else:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.manifest import SCHEMA, Manifest, SavedFile, SavedTable, commit
-from shoal.checkpoint.row_files import Columns, RowLayout, selected, sketch_path, write_whole
+from shoal.checkpoint.row_files import Columns, selected, sketch_path, write_whole
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import CheckpointStore
 from shoal.checkpoint.table_match import saved_table
-from shoal.checkpoint.writing_plan import TableRows, bits_for, bounds, histogram, write_tables
+from shoal.checkpoint.writing_plan import bounds, histogram, write_tables
 from shoal.errors import CheckpointError, DataError
 from shoal.placement import hash_ids, sort_key
 from shoal.table.rows import REAL_DTYPES, WEIGHT_DTYPES, real_dtype
@@ -188,7 +188,7 @@ class CollectedRows:
             if self._runs[table]:
                 self._check_distinct(table)
 
-    def rows(self, table: int) -> int:
+    def most_rows(self, table: int) -> int:
         """Rows of a table."""
         return sum(len(run[0]) for run in self._runs[table])
 
@@ -341,13 +341,7 @@ def receive(
 def _write(
     folder: Storage, rows: CollectedRows, tables: Sequence[SavedTable], seed: int, created_s: int
 ) -> Manifest:
-    tables = [replace(table, rows=rows.rows(k), deleted=0) for k, table in enumerate(tables)]
-    bits = bits_for(sum(table.rows for table in tables))
-    counted = [
-        TableRows(table.key, RowLayout.of(table), rows.histogram(k, bits))
-        for k, table in enumerate(tables)
-    ]
-    files = [*write_tables(folder, counted, rows.read), *_sketches(folder, tables)]
+    tables, files = write_tables(folder, tables, rows)
     manifest = Manifest(
         schema=SCHEMA,
         id=secrets.token_hex(16),
@@ -361,7 +355,7 @@ def _write(
         created_s=created_s,
         packages={"torch": str(torch.__version__)},
         tables=tuple(tables),
-        files=tuple(files),
+        files=(*files, *_sketches(folder, tables)),
     )
     commit(folder, manifest)
     return manifest

@@ -35,7 +35,7 @@ _SAVED = TypeAdapter(SavedTable)
 _FILE_BYTES = 256 << 20
 _VECTORS = ("weights", "weight", "vector", "embedding")
 _IDS = ("id", "ids", "fid")
-_METADATA = ("version", "last_seen_s", "count")
+_METADATA = {"version": "versions", "last_seen_s": "last_seen_s", "count": "counts"}
 
 
 def write_parquet(
@@ -142,9 +142,11 @@ class _TableFiles:
                     state=_matrix(file, "state", batch, ids, saved.state_width)
                     if saved and "state" in extra
                     else None,
-                    versions=_whole(extra.get("version")),
-                    last_seen_s=_whole(extra.get("last_seen_s")),
-                    counts=_whole(extra.get("count")),
+                    **{
+                        field: _whole(extra[name])
+                        for name, field in _METADATA.items()
+                        if name in extra
+                    },
                 )
 
     def _first_dim(self) -> int:
@@ -216,13 +218,11 @@ def _ids_of(file: Path, column: str, values: Any) -> Tensor:
     if not pa.types.is_integer(values.type) or values.null_count:
         got = "nulls" if values.null_count else values.type
         raise _of_type(file, column, got, "integers, none missing")
-    # 64-bit numbers without a sign keep their bits.
-    return torch.from_numpy(values.to_numpy(zero_copy_only=False).astype(np.int64))
+    return _whole(values)
 
 
-def _whole(values: Any) -> Tensor | None:
-    if values is None:
-        return None
+def _whole(values: Any) -> Tensor:
+    """int64 [N]; 64-bit numbers without a sign keep their bits."""
     return torch.from_numpy(values.to_numpy(zero_copy_only=False).astype(np.int64))
 
 
