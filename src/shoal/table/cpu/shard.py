@@ -40,16 +40,14 @@ from shoal.uncompiled import uncompiled
 
 
 @uncompiled
+@dataclass(slots=True, eq=False, repr=False)
 class CpuTicket:
     """See `shoal.table.shard.Ticket`; ends with this object at the latest."""
 
-    __slots__ = ("core", "groups", "native", "shard")
-
-    def __init__(self, shard: object, core: Any, groups: IdGroups, native: Any) -> None:
-        self.shard = shard
-        self.core = core
-        self.groups = groups
-        self.native = native
+    shard: object
+    core: Any
+    groups: IdGroups
+    native: Any
 
     def __reduce__(self) -> Any:
         raise not_copied("a ticket")
