@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,8 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal.kernels.gradients import Runs
-from shoal.kernels.launch import launch
+from shoal.kernels.launch import blocks_of, launch, power_of_2, shared_programs
+from shoal.kernels.rounding import row_pointers
 from shoal.kernels.step_tiles import run_words, runs_listed
 from shoal.kernels.tables import STATE_AT, WEIGHTS_AT, RowForm, ShardLayout, row_address
 
@@ -23,7 +23,6 @@ TALLY_HITS, TALLY_MISSES, TALLY_PLACED, TALLY_WRITTEN = 0, 1, 2, 3
 _HITS, _MISSES, _PLACED, _WRITTEN = map(tl.constexpr, range(TALLY_WORDS))
 
 _BLOCK = 1024
-_INTERPRETED_PROGRAMS = 2
 
 _NO_HOME = tl.constexpr(VACANT)
 
@@ -50,16 +49,8 @@ class CacheMaps:
     pools: tuple[range, ...]
 
 
-@functools.lru_cache(maxsize=16)
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def programs_of(tiles: int, device: torch.device, each: int = 8) -> int:
-    """Programs for so many tiles at most: `each` on every multiprocessor."""
-    if device.type != "cuda":
-        return min(tiles, _INTERPRETED_PROGRAMS)
-    return min(tiles, each * _multiprocessors(device))
+def programs_of(tiles: int, device: torch.device) -> int:
+    return shared_programs(tiles, device, 8)
 
 
 def new_maps(
@@ -121,12 +112,11 @@ def translate(maps: CacheMaps, handles_N: Tensor) -> Tensor:
     out_N = torch.empty_like(handles_N)
     n = handles_N.numel()
     if n:
-        with torch.cuda.device_of(out_N):  # type: ignore[no-untyped-call]
-            launch(
-                _translate, (triton.cdiv(n, _BLOCK),),
-                handles_N, maps.payload_H, out_N, n,
-                BLOCK=_BLOCK,
-            )  # fmt: skip
+        launch(
+            _translate, (blocks_of(n, _BLOCK),),
+            handles_N, maps.payload_H, out_N, n,
+            BLOCK=_BLOCK,
+        )  # fmt: skip
     return out_N
 
 
@@ -135,16 +125,15 @@ def mark_dirty(maps: CacheMaps, runs: Runs) -> None:
     device = maps.dirty_S.device
     if maps.dirty_S.numel() == 0:
         return
-    with torch.cuda.device_of(maps.dirty_S):  # type: ignore[no-untyped-call]
-        for form, room in enumerate(runs.rooms):
-            if room:
-                launch(
-                    _mark_dirty, (programs_of(triton.cdiv(room, _BLOCK), device),),
-                    runs.runs_WN, runs.runs_WN.shape[1], runs.cursors_FW, form,
-                    runs.first_run(form), runs.last_run(form), maps.payload_H, maps.dirty_S,
-                    maps.base,
-                    BLOCK=_BLOCK,
-                )  # fmt: skip
+    for form, room in enumerate(runs.rooms):
+        if room:
+            launch(
+                _mark_dirty, (programs_of(blocks_of(room, _BLOCK), device),),
+                runs.runs_WN, runs.runs_WN.shape[1], runs.cursors_FW, form,
+                runs.first_run(form), runs.last_run(form), maps.payload_H, maps.dirty_S,
+                maps.base,
+                BLOCK=_BLOCK,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["base", "known"])  # type: ignore[untyped-decorator]
@@ -172,16 +161,15 @@ def drop(maps: CacheMaps, handles_M: Tensor, size_1: Tensor) -> None:
 
     handles_M: int32, distinct, the first `size_1` (on the device) of which count.
     """
-    tiles = triton.cdiv(handles_M.numel(), _BLOCK)
+    tiles = blocks_of(handles_M.numel(), _BLOCK)
     if tiles == 0 or maps.home_S.numel() == 0:
         return
-    with torch.cuda.device_of(handles_M):  # type: ignore[no-untyped-call]
-        launch(
-            _drop, (programs_of(tiles, handles_M.device),),
-            handles_M, size_1, maps.payload_H, maps.home_S, maps.dirty_S, maps.base,
-            maps.payload_H.numel(),
-            BLOCK=_BLOCK,
-        )  # fmt: skip
+    launch(
+        _drop, (programs_of(tiles, handles_M.device),),
+        handles_M, size_1, maps.payload_H, maps.home_S, maps.dirty_S, maps.base,
+        maps.payload_H.numel(),
+        BLOCK=_BLOCK,
+    )  # fmt: skip
 
 
 _TILE_BYTES = 8192
@@ -233,13 +221,6 @@ def _collect(  # type: ignore[no-untyped-def]
             tl.store(home_ptr + slot, home * 0 + _NO_HOME, mask=held)
 
 
-@triton.jit
-def _words_at(address_R, column_C):  # type: ignore[no-untyped-def]
-    # What is known of an integer is lost as it becomes a pointer, so the pointer is told.
-    row = tl.multiple_of(address_R.to(tl.pointer_type(tl.int64)), 16)
-    return row[:, None] + column_C[None, :]
-
-
 @triton.jit  # type: ignore[untyped-decorator]
 def _exchange(  # type: ignore[no-untyped-def]
     chunks_ptr, columns, payload, out, new, live,
@@ -255,13 +236,13 @@ def _exchange(  # type: ignore[no-untyped-def]
         column = start + tl.arange(0, BLOCK)
         inside = live[:, None] & (column < WORDS)[None, :]
         leaving = leaves[:, None] & (column < WORDS)[None, :]
-        kept = tl.load(_words_at(slot_at, column), mask=leaving, other=0)
+        kept = tl.load(row_pointers(slot_at, column, tl.int64), mask=leaving, other=0)
         if FETCH:
-            came = tl.load(_words_at(new_at, column), mask=inside, other=0)
+            came = tl.load(row_pointers(new_at, column, tl.int64), mask=inside, other=0)
             # All of the old row is read before any of it is overwritten.
             tl.debug_barrier()
-            tl.store(_words_at(slot_at, column), came, mask=inside)
-        tl.store(_words_at(out_at, column), kept, mask=leaving)
+            tl.store(row_pointers(slot_at, column, tl.int64), came, mask=inside)
+        tl.store(row_pointers(out_at, column, tl.int64), kept, mask=leaving)
 
 
 @triton.jit(do_not_specialize=["columns", "base"])  # type: ignore[untyped-decorator]
@@ -289,7 +270,7 @@ def _move(  # type: ignore[no-untyped-def]
 
 
 def _block(words: int) -> int:
-    return min(int(triton.next_power_of_2(max(words, 1))), _MOST_WORDS)
+    return min(power_of_2(max(words, 1)), _MOST_WORDS)
 
 
 def move(layout: ShardLayout, maps: CacheMaps, form: RowForm, moves: Moves) -> None:
@@ -300,14 +281,13 @@ def move(layout: ShardLayout, maps: CacheMaps, form: RowForm, moves: Moves) -> N
     slots_M = moves.slots_M
     if slots_M.numel() == 0:
         return
-    with torch.cuda.device_of(slots_M):  # type: ignore[no-untyped-call]
-        launch(
-            _move, (programs_of(triton.cdiv(slots_M.numel(), rows), slots_M.device, _PROGRAMS),),
-            *layout.chunks, moves.count_1, slots_M, moves.outs_M,
-            slots_M if moves.ins_M is None else moves.ins_M, maps.base,
-            WEIGHT_WORDS=weight_words, STATE_WORDS=state_words, FETCH=moves.ins_M is not None,
-            ROWS=rows, BLOCK_W=block_w, BLOCK_S=block_s,
-        )  # fmt: skip
+    launch(
+        _move, (shared_programs(blocks_of(slots_M.numel(), rows), slots_M.device, _PROGRAMS),),
+        *layout.chunks, moves.count_1, slots_M, moves.outs_M,
+        slots_M if moves.ins_M is None else moves.ins_M, maps.base,
+        WEIGHT_WORDS=weight_words, STATE_WORDS=state_words, FETCH=moves.ins_M is not None,
+        ROWS=rows, BLOCK_W=block_w, BLOCK_S=block_s,
+    )  # fmt: skip
 
 
 def sweep(
@@ -328,13 +308,12 @@ def sweep(
     device = maps.home_S.device
     count_1 = torch.zeros(1, dtype=torch.int32, device=device)
     slots_M, outs_M = torch.empty(2, len(pool), dtype=torch.int32, device=device)
-    with torch.cuda.device_of(count_1):  # type: ignore[no-untyped-call]
-        launch(
-            _collect, (programs_of(triton.cdiv(len(pool), _BLOCK), device),),
-            maps.payload_H, maps.home_S, maps.used_S, maps.dirty_S, maps.tallies, count_1, slots_M,
-            outs_M, pool.start, len(pool), keep_from, maps.base,
-            FORGET=forget, BLOCK=_BLOCK,
-        )  # fmt: skip
+    launch(
+        _collect, (programs_of(blocks_of(len(pool), _BLOCK), device),),
+        maps.payload_H, maps.home_S, maps.used_S, maps.dirty_S, maps.tallies, count_1, slots_M,
+        outs_M, pool.start, len(pool), keep_from, maps.base,
+        FORGET=forget, BLOCK=_BLOCK,
+    )  # fmt: skip
     move(layout, maps, form, Moves(count_1, slots_M, outs_M, None))
 
 
@@ -525,17 +504,16 @@ def _admit_form(
     work = torch.zeros(_WORDS, dtype=torch.int32, device=device)
     missing = torch.empty(room, dtype=torch.int32, device=device)
     uses = maps.uses_S if lfu else maps.used_S
-    with torch.cuda.device_of(work):  # type: ignore[no-untyped-call]
-        launch(
-            _mark, (programs_of(triton.cdiv(room, _BLOCK), device),),
-            runs.runs_WN, runs.runs_WN.shape[1], runs.cursors_FW, number, runs.first_run(number),
-            runs.last_run(number), maps.payload_H, maps.used_S, uses, maps.tallies, maps.base, tick,
-            work, missing,
-            LFU=lfu, BLOCK=_BLOCK,
-        )  # fmt: skip
-        if pool:
-            moves = _taken(maps, pool, work, missing, tick, keep_from, lfu)
-            move(layout, maps, form, moves)
+    launch(
+        _mark, (programs_of(blocks_of(room, _BLOCK), device),),
+        runs.runs_WN, runs.runs_WN.shape[1], runs.cursors_FW, number, runs.first_run(number),
+        runs.last_run(number), maps.payload_H, maps.used_S, uses, maps.tallies, maps.base, tick,
+        work, missing,
+        LFU=lfu, BLOCK=_BLOCK,
+    )  # fmt: skip
+    if pool:
+        moves = _taken(maps, pool, work, missing, tick, keep_from, lfu)
+        move(layout, maps, form, moves)
 
 
 def _taken(
@@ -549,7 +527,7 @@ def _taken(
 ) -> Moves:
     """Give slots of a pool to missing rows, and say what is to be moved."""
     uses = maps.uses_S if lfu else maps.used_S
-    grid = (programs_of(triton.cdiv(len(pool), _BLOCK), work.device),)
+    grid = (programs_of(blocks_of(len(pool), _BLOCK), work.device),)
     launch(
         _classes, grid,
         maps.home_S, maps.used_S, uses, pool.start, len(pool), tick, keep_from, work,

@@ -34,6 +34,7 @@ from shoal.kernels.tables import (
     ShardLayout,
     chunk_word,
     group_of,
+    id_of,
     issued_handle,
     mix64,
     row_address,
@@ -319,8 +320,7 @@ def _erase(  # type: ignore[no-untyped-def]
         table = chunk_word(chunks_ptr, columns, handle, live, TABLE_AT).to(tl.int32)
         # Idle lanes side with a live one, so that they do not split the program's counts.
         table = tl.where(live, table, tl.max(table, axis=0))
-        home = row_address(chunks_ptr, columns, handle, 8, live, IDS_AT)
-        id_ = tl.load(home.to(tl.pointer_type(tl.int64)), mask=live, other=0)
+        id_ = id_of(chunks_ptr, columns, handle, live)
         entries = table_word(tables_ptr, table, live, ENTRIES_AT)
         mask = table_word(tables_ptr, table, live, MASK_AT)
         bucket = first_bucket(id_, table_word(tables_ptr, table, live, SALT_AT), mask)

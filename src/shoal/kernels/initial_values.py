@@ -12,7 +12,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal.kernels.host_copies import sent
-from shoal.kernels.launch import blocks_of, launch, power_of_2
+from shoal.kernels.launch import blocks_of, launch, power_of_2, shared_programs
 from shoal.kernels.rounding import (
     FLOAT32,
     FLOAT64,
@@ -30,7 +30,6 @@ from shoal.kernels.tables import (
     COUNTS_AT,
     FIRST_COLUMN_AT,
     FORM_AT,
-    IDS_AT,
     ISSUED_AT,
     READY_AT,
     SALT_AT,
@@ -45,8 +44,10 @@ from shoal.kernels.tables import (
     RowForm,
     SegmentForm,
     ShardLayout,
+    id_of,
     issued_handle,
     row_address,
+    set_uint32,
     table_word,
 )
 from shoal.rules.initializers import _quantiles
@@ -115,14 +116,6 @@ def device_form(form: RowForm, device: torch.device) -> DeviceForm:
     # The value holds its form, so the identity in the key stays taken.
     _forms[key] = made
     return made
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; a few for the interpreter."""
-    if device.type != "cuda":
-        return 2
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @cache
@@ -320,8 +313,7 @@ def _write_rows(  # type: ignore[no-untyped-def]
     """
     line = tables_ptr + table.to(tl.int64) * TABLE_LINE
     key = stream_key(tl.load(line + SEED_AT), tl.load(line + SALT_AT))
-    ids = row_address(chunks_ptr, columns, handle_R, 8, live_R, IDS_AT)
-    id_R = tl.load(ids.to(tl.pointer_type(tl.int64)), mask=live_R, other=0)
+    id_R = id_of(chunks_ptr, columns, handle_R, live_R)
     weights = tl.load(line + WEIGHT_BYTES_AT)
     address = row_address(chunks_ptr, columns, handle_R, weights, live_R, WEIGHTS_AT)
     first_column = tl.load(line + FIRST_COLUMN_AT).to(tl.int32)
@@ -333,13 +325,9 @@ def _write_rows(  # type: ignore[no-untyped-def]
         states = tl.load(line + STATE_BYTES_AT)
         address = row_address(chunks_ptr, columns, handle_R, states, live_R, STATE_AT)
         _write_state(address, live_R, state_ptr, STATE, BLOCK_S)
-    nothing = handle_R * 0
-    versions = row_address(chunks_ptr, columns, handle_R, 4, live_R, VERSIONS_AT)
-    tl.store(versions.to(tl.pointer_type(tl.int32)), nothing + version, mask=live_R)
-    times = row_address(chunks_ptr, columns, handle_R, 4, live_R, SEEN_AT)
-    tl.store(times.to(tl.pointer_type(tl.int32)), nothing + seen, mask=live_R)
-    counts = row_address(chunks_ptr, columns, handle_R, 4, live_R, COUNTS_AT)
-    tl.store(counts.to(tl.pointer_type(tl.int32)), nothing, mask=live_R)
+    set_uint32(chunks_ptr, columns, handle_R, live_R, version, VERSIONS_AT)
+    set_uint32(chunks_ptr, columns, handle_R, live_R, seen, SEEN_AT)
+    set_uint32(chunks_ptr, columns, handle_R, live_R, 0, COUNTS_AT)
 
 
 @triton.jit(do_not_specialize=["columns", "tables", "form", "version", "seen"])  # type: ignore[untyped-decorator]
@@ -420,9 +408,9 @@ def initialise(
         return
     device = layout.tables_KT.device
     ready = device_form(form, device)
-    programs = min(blocks_of(bound, _ROWS) + tables, processors(device) * _PROGRAMS)
+    tiles = blocks_of(bound, _ROWS) + tables
     launch(
-        _initialise, (programs,),
+        _initialise, (shared_programs(tiles, device, _PROGRAMS),),
         layout.tables_KT, layout.counters_KC, *layout.chunks,
         tables, form_index, ready.segments_PW, len(form.segments), ready.quantiles_Q,
         ready.state_S, _int32(version), _int32(event_time_s),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.ids import salt
-from shoal.kernels.rows import Metadata, read_metadata, write_metadata, write_weights
+from shoal.kernels.rows import read_metadata, write_metadata, write_weights
 from shoal.kernels.tables import RowForm
 from shoal.placement import hash_ids, sort_key
 from shoal.table.cuda import export
@@ -101,13 +101,13 @@ class TestWholeRows:
     def test_metadata_alone(self, device: str) -> None:
         tables = make_tables([SIZE], device)
         handles_R = filled(tables, 0, [Meta(id_, 7, 8, 9) for id_ in range(4)])
-        counts = torch.tensor([5, 6, 2**32 - 1, 5], device=device)
-        twice = handles_R[[0, 1, 2, 0]]
-        write_metadata(tables.layout, twice, Metadata(counts=counts))
+        counts = torch.tensor([5, 6, 2**32 - 1, 5, 4], device=device)
+        twice = torch.cat([handles_R[[0, 1, 2, 0]], torch.full_like(handles_R[:1], -1)])
+        write_metadata(tables.layout, twice, counts + 1 - counts, counts * 0 + 3, counts)
         assert read_metadata(tables.layout, handles_R).tolist() == [
             [0, 1, 2, 3],
-            [9] * 4,
-            [7] * 4,
+            [1, 1, 1, 9],
+            [3, 3, 3, 7],
             [5, 6, 2**32 - 1, 8],
         ]
 

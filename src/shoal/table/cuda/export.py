@@ -13,7 +13,6 @@ from torch import Tensor
 from shoal.kernels.host_copies import sent
 from shoal.kernels.row_changes import SPAN_ROWS, SPAN_WORDS
 from shoal.kernels.rows import (
-    Metadata,
     read_ids,
     read_metadata,
     read_values,
@@ -135,7 +134,7 @@ def write_rows(layout: ShardLayout, form: RowForm, handles_R: Tensor, chunk: Row
         weights, state = sent(chunk.weights[piece], device), sent(chunk.state[piece], device)
         write_values(layout, form, own_R, weights, state)
         stamps = (chunk.versions.clamp(min=1), chunk.last_seen_s, chunk.counts)
-        write_metadata(layout, own_R, Metadata(*(sent(part[piece], device) for part in stamps)))
+        write_metadata(layout, own_R, *(sent(part[piece], device) for part in stamps))
 
 
 def entry_of(layout: ShardLayout, form: RowForm, handle_1: Tensor) -> Entry | None:

@@ -202,10 +202,10 @@ class TableMemory:
 
     form: RowForm
     entries: Tensor
+    chunks: tuple[int, ...]
     directory: Tensor
+    owned: tuple[Tensor, ...]
     free_list: Tensor
-    owned: tuple[Tensor, ...] = ()
-    chunks: tuple[int, ...] = ()
     reach: int = 0
     ready: int = 0
     rows: int = 0
@@ -639,7 +639,7 @@ class DeviceMemory:
 
 def _first_memory(form: RowForm, device: torch.device) -> TableMemory:
     directory, free_list = torch.zeros(2, 1, dtype=torch.int32, device=device)
-    return TableMemory(form, index.new_entries(_FIRST_SLOTS, device), directory, free_list)
+    return TableMemory(form, index.new_entries(_FIRST_SLOTS, device), (), directory, (), free_list)
 
 
 def _staged(lines_KT: Counts, device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal.errors import ConfigError, DeviceUnavailable, TicketError
 from shoal.kernels.host_copies import retire
-from shoal.kernels.rows import Metadata, read_metadata, write_metadata, write_values, write_weights
+from shoal.kernels.rows import read_metadata, write_metadata, write_values, write_weights
 from shoal.kernels.tables import (
     COUNT_ERASED,
     COUNT_EVICTED,
@@ -444,9 +444,9 @@ class CudaShard:
         state = torch.cat([s.optimizer.init_state(s.dim, form.real) for s in spec.segments])
         state_MS = state.expand(len(ids_M), -1).contiguous()
         write_values(layout, form, handles_M, weights.to(self.device), state_MS.to(self.device))
-        version_M = torch.full_like(metadata_4M[1], self._history.version)
+        versions_M = torch.full_like(metadata_4M[1], self._history.version)
         seen_M = metadata_4M[2].clamp(min=ctx.event_time_s)
-        write_metadata(layout, handles_M, Metadata(versions=version_M, last_seen_s=seen_M))
+        write_metadata(layout, handles_M, versions_M, seen_M, metadata_4M[3])
 
     # Between batches: all of it waits for the device
 

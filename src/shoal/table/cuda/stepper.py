@@ -122,54 +122,14 @@ class Stepper:
 
     def summed(self, joined: JoinedGrads | None) -> SummedGrads:
         """The per-row sums that `step` would use; waits for the device."""
-        tables: list[int] = []
-        ids: list[Tensor] = []
-        sums: list[Tensor] = []
-        counts: list[Tensor] = []
-        if joined is not None:
-            for number, room in enumerate(joined.runs.rooms):
-                if room:
-                    self._sum_form(number, room, joined, (tables, ids, sums, counts))
-        order = sorted(range(len(tables)), key=tables.__getitem__)
-        return SummedGrads(
-            tuple(tables[i] for i in order),
-            tuple(ids[i] for i in order),
-            tuple(sums[i] for i in order),
-            tuple(counts[i] for i in order),
-        )
-
-    def _sum_form(
-        self,
-        number: int,
-        room: int,
-        joined: JoinedGrads,
-        found: tuple[list[int], list[Tensor], list[Tensor], list[Tensor]],
-    ) -> None:
-        form, device = self._tables.forms[number], self._tables.device
-        sums_UD = torch.empty(room, form.dim, dtype=form.real, device=device)
-        ids_U = torch.empty(room, dtype=torch.int64, device=device)
-        counts_U = torch.empty(room, dtype=torch.int64, device=device)
-        tables_U = torch.empty(room, dtype=torch.int32, device=device)
-        size_0 = sum_runs(
-            self._memory.layout,
-            number,
-            form,
-            joined.runs,
-            joined.sources,
-            sums_UD,
-            ids_U,
-            counts_U,
-            tables_U,
-            counts_N=joined.counts_N,
-        )
-        size = int(size_0)
-        owners_U = tables_U[:size]
-        for k in torch.unique(owners_U).tolist():
-            mine_U = owners_U == k
-            found[0].append(k)
-            found[1].append(ids_U[:size][mine_U])
-            found[2].append(sums_UD[:size][mine_U])
-            found[3].append(counts_U[:size][mine_U])
+        if joined is None:
+            return SummedGrads((), (), (), ())
+        layout, runs, sources = self._memory.layout, joined.runs, joined.sources
+        found = list[tuple[int, Tensor, Tensor, Tensor]]()
+        for number, form in enumerate(self._tables.forms):
+            found += sum_runs(layout, number, form, runs, sources, counts_N=joined.counts_N)
+        found.sort(key=lambda table: table[0])
+        return SummedGrads(*zip(*found, strict=True)) if found else SummedGrads((), (), (), ())
 
     def step_ids(
         self,
