@@ -165,11 +165,9 @@ def one_table(slots: int, batch: int) -> Iterator[tuple[str, Measured]]:
 def taken_out(index: Index, query: Tensor, find: float) -> Iterator[tuple[str, Measured]]:
     """List a full index, erase half of its rows, find the others, rebuild it."""
     rows = index.free.shape[1]
-    handles = torch.empty(rows, dtype=torch.int32, device=DEVICE)
-    size = torch.empty(1, dtype=torch.int32, device=DEVICE)
-    slots = index.slots + 8
-    listed = rate(slots, lambda: list_handles(index.layout, 0, index.slots, handles, size))
+    listed = rate(index.slots + 8, lambda: list_handles(index.entries[0]))
     yield "list handles, slots", Measured(ours=listed)
+    handles = list_handles(index.entries[0])
     known = index.call(query)()
     gone = handles[torch.randperm(rows, device=DEVICE)[: rows // 2]].contiguous()
     warm, rest = gone[:1], gone[1:]

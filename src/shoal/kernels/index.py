@@ -18,6 +18,7 @@ from shoal.kernels.tables import (
     ENTRIES_AT,
     ERASED,
     ERASED_AT,
+    ERASED_KEY,
     EVICTED_AT,
     FREE_AT,
     FREE_LIST_AT,
@@ -285,7 +286,7 @@ def _bytes(flags: Tensor) -> Tensor:
 _ERASE_BLOCK, _ERASE_WARPS = 64, 1
 _REBUILD_BLOCK, _REBUILD_WARPS = 64, 1
 _FOLD_BLOCK = 128
-_LIST_BLOCK = 1024
+_LIST_BUCKETS = 1 << 20  # at a time: what finds their places takes memory
 
 
 @triton.jit(do_not_specialize=["tables"])  # type: ignore[untyped-decorator]
@@ -352,30 +353,6 @@ def _rebuild(old_ptr, new_ptr, slots, mask, salt, BLOCK: tl.constexpr):  # type:
         tl.store(handle_at(new, slot), handle, mask=won)
 
 
-@triton.jit(do_not_specialize=["table", "slots", "room"])  # type: ignore[untyped-decorator]
-def _list(  # type: ignore[no-untyped-def]
-    tables_ptr, counts_ptr, ends_ptr, out_ptr, size_ptr, table, slots, room,
-    COUNT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    at = program * BLOCK + tl.arange(0, BLOCK)
-    entries = at * 0 + table_word(tables_ptr, table, table >= 0, ENTRIES_AT)
-    inside = at < slots + _SLOTS
-    key = tl.load(key_at(entries, at), mask=inside, other=EMPTY)
-    live = (key > ERASED).to(tl.int32)
-    count = tl.sum(live, axis=0)
-    if COUNT:
-        tl.store(counts_ptr + program, count)
-    else:
-        end = tl.load(ends_ptr + program)
-        rank = end - count + tl.cumsum(live, axis=0) - 1
-        kept = (live > 0) & (rank < room)
-        handle = tl.load(handle_at(entries, at), mask=kept, other=-1)
-        tl.store(out_ptr + rank, handle, mask=kept)
-        if program == tl.num_programs(0) - 1:
-            tl.store(size_ptr, end)
-
-
 def fold(layout: ShardLayout) -> None:
     """Start the count of issued rows at zero again, for all tables; rows in use stay the same."""
     tables = len(layout.counters_KC)
@@ -418,22 +395,12 @@ def rebuild(old_entries: Tensor, new_entries: Tensor, salt: int) -> None:
     )  # fmt: skip
 
 
-def list_handles(
-    layout: ShardLayout, table: int, slots: int, out_M: Tensor, size_1: Tensor
-) -> None:
-    """Handles of all rows of a table in the order of their slots, to the head of int32 [M].
-
-    slots: of the table's index. size_1: int32 [1], receives the number of rows, even if more
-    than M; handles beyond M are left out.
-    """
-    programs = blocks_of(slots + BUCKET_SLOTS, _LIST_BLOCK)
-    counts = torch.empty(programs, dtype=torch.int32, device=out_M.device)
-    ends = counts
-    for counting in (True, False):
-        launch(
-            _list, (programs,),
-            layout.tables_KT, counts, ends, out_M, size_1, table, slots, out_M.numel(),
-            COUNT=counting, BLOCK=_LIST_BLOCK,
-        )  # fmt: skip
-        if counting:
-            ends = counts.cumsum(0, dtype=torch.int32)
+def list_handles(entries: Tensor) -> Tensor:
+    """Handles int32 [R] of all rows in an index in the order of their slots; waits for it."""
+    parts = torch.split(entries, _LIST_BUCKETS)
+    return torch.cat(
+        [
+            part[:, BUCKET_SLOTS:].view(torch.int32)[part[:, :BUCKET_SLOTS] > ERASED_KEY]
+            for part in parts
+        ]
+    )

@@ -15,20 +15,14 @@ from shoal.kernels.admission import count_refused
 from shoal.kernels.host_copies import retire, sent
 from shoal.kernels.ids import dedup_first
 from shoal.kernels.initial_values import device_form
-from shoal.kernels.row_changes import overdrafts, pin_marks
+from shoal.kernels.lowest_rows import lowest_rows
+from shoal.kernels.row_changes import Scan, expired_rows, overdrafts, pin_marks
 from shoal.kernels.tables import CHUNK_ROWS, CHUNK_TABLE, CallGroups
 from shoal.table import native
 from shoal.table.cuda.admission import AdmissionCounters
 from shoal.table.cuda.calls import CallShape, ShardTables, probed
 from shoal.table.cuda.counters import Counts
-from shoal.table.cuda.eviction import (
-    Lives,
-    Scored,
-    expired_many,
-    lowest_many,
-    scanned_together,
-    scored_jobs,
-)
+from shoal.table.cuda.eviction import Lives, scanned_together, scored_jobs
 from shoal.table.cuda.host_rows import RowsOnHost
 from shoal.table.cuda.memory import DeviceMemory
 from shoal.table.cuda.side_stream import Lease
@@ -97,13 +91,8 @@ class Index:
         return self.admission.counts_any(tables)
 
     def handles_of(self, table: int) -> Tensor:
-        """Handles of a table's rows, int32 [R]; counters are at hand."""
-        size = int(self._memory.counters.rows_K[table])
-        handles_R = torch.empty(size, dtype=torch.int32, device=self._tables.device)
-        size_1 = torch.zeros(1, dtype=torch.int32, device=self._tables.device)
-        slots = int(self._memory.slots_K[table])
-        table_index.list_handles(self._memory.layout, table, slots, handles_R, size_1)
-        return handles_R
+        """Handles of a table's rows, int32 [R]; waits for the device."""
+        return table_index.list_handles(self._memory.entries_of(table))
 
     def evict(self, now_s: int, stream: torch.cuda.Stream | None) -> int:
         """Drop expired rows, and those over a budget; returns how many. Waits for the device."""
@@ -119,7 +108,8 @@ class Index:
             for part in self._scans(list(expiring)):
                 room = max(int(memory.rows_room_K[k]) for k in part)
                 lives = Lives([(k, expiring[k]) for k in part], self._tables.device)
-                gone_M, size_1 = expired_many(memory.layout, lives, room, now_s, marks)
+                scan = Scan(lives.jobs_EW, room, marks=marks)
+                gone_M, size_1 = expired_rows(memory.layout, scan, now_s)
                 if history.deletions.kept or history.open_snapshots():
                     # Few of many: room is needed for those only, and all of this waits.
                     gone_M = gone_M[: int(size_1)]
@@ -174,10 +164,8 @@ class Index:
         drops_E = overdrafts(self._memory.layout, trim.budgets_EW)
         rows = int(self._memory.rows_room_K[rows_of].max())
         most = int((self._over_K[rows_of] + self._capacity_K[rows_of] // _AHEAD).sum())
-        gone_M, size_1 = lowest_many(
-            self._memory.layout, trim.jobs_EW, rows, drops_E, marks, most=most
-        )
-        self._erase(gone_M, size_1)
+        scan = Scan(trim.jobs_EW, rows, marks=marks)
+        self._erase(*lowest_rows(self._memory.layout, scan, drops_E, most))
         self._over_K[rows_of] = 0
 
     def _made_trim(self, tables: tuple[int, ...]) -> _TrimJobs:
@@ -188,10 +176,10 @@ class Index:
         )
 
     def _jobs(self, tables: Sequence[int]) -> Tensor:
-        scored = [
-            Scored(k, "lfu" if self._tables.specs[k].on_full == "lfu" else "lru") for k in tables
-        ]
-        return scored_jobs(scored, self._tables.device)
+        specs, device = self._tables.specs, self._tables.device
+        return scored_jobs(
+            [(k, "lfu" if specs[k].on_full == "lfu" else "lru") for k in tables], device
+        )
 
     def _with_room(
         self,
@@ -285,8 +273,11 @@ class Index:
         for part in self._scans(tables):
             rows = max(int(self._memory.rows_room_K[k]) for k in part)
             wanted = [drop_of[k] for k in part]
-            gone_M, size_1 = lowest_many(self._memory.layout, self._jobs(part), rows, wanted, marks)
-            self._erase(gone_M, size_1)
+            scan, drops_E = (
+                Scan(self._jobs(part), rows, marks=marks),
+                sent(wanted, self._tables.device),
+            )
+            self._erase(*lowest_rows(self._memory.layout, scan, drops_E, sum(wanted)))
 
     def _erase(self, handles_M: Tensor, size_1: Tensor) -> None:
         """Take dropped rows out of the index; their tables' free lists are long enough."""

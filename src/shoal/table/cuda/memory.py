@@ -628,6 +628,10 @@ class DeviceMemory:
         self.counters.send(self.layout, stream)
         self.counters.wait()
 
+    def entries_of(self, k: int) -> Tensor:
+        """A table's index, as `kernels.index.new_entries` makes one."""
+        return self._tables[k].entries
+
     def bytes_of(self, k: int) -> tuple[int, int, int, int]:
         """Bytes a table has allocated: weights, state, metadata, index."""
         table = self._tables[k]

@@ -151,8 +151,7 @@ class Stamps:
         """
         spans_BW = blocks_of_spans([span], self.device)
         ends_B = count_changed(self._layout, spans_BW, *versions)
-        handles_R, _ = list_changed(self._layout, spans_BW, ends_B, *versions, rows)
-        return handles_R, ends_B[-1:]
+        return list_changed(self._layout, spans_BW, ends_B, *versions, rows), ends_B[-1:]
 
     def retire(self) -> None:
         """See `kernels.host_copies.retire`."""
