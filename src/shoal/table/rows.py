@@ -117,7 +117,7 @@ def load_admission(core: Any, table: int, spec: TableSpec, state: AdmissionState
     core.load_admission(table, state.ids.tolist(), state.counts.tolist(), state.cells)
 
 
-def stats_of(name: str, raw: dict[str, int]) -> TableStats:
+def stats_of(name: str, raw: dict[str, int], *, on_host: bool = False) -> TableStats:
     """Counters of a table."""
     parts = (raw["weights"], raw["state"], raw["metadata"], raw["index"])
     return TableStats(
@@ -133,4 +133,5 @@ def stats_of(name: str, raw: dict[str, int]) -> TableStats:
         refused=raw["refused"],
         evicted=raw["evicted"],
         nonfinite_skipped=raw["nonfinite"],
+        on_host=on_host,
     )

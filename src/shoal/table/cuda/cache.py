@@ -6,11 +6,9 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.errors import OutOfDeviceMemory
@@ -27,29 +25,13 @@ from shoal.kernels.tables import (
     CHUNK_WEIGHTS,
     CHUNK_WORDS,
     RowForm,
-    ShardLayout,
 )
+from shoal.table.cuda.memory import DeviceMemory
 from shoal.table.spec import CachePolicy
 
 _log = logging.getLogger("shoal.table")
 
 _ALL = (1 << 31) - 1  # later than every tick
-
-
-class ChunkLender(Protocol):
-    """What the cache wants of a shard's memory."""
-
-    @property
-    def layout(self) -> ShardLayout: ...
-
-    @property
-    def chunks(self) -> int:
-        """Chunks present; numbers of chunks are below."""
-        ...
-
-    def lend(self, columns_WC: NDArray[np.int64]) -> int:
-        """Add chunks that are no table's rows; returns the number of the first."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +86,7 @@ class RowCache:
 
     def __init__(
         self,
-        memory: ChunkLender,
+        memory: DeviceMemory,
         forms: Sequence[CachedForm],
         *,
         cache_bytes: int,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,10 +21,10 @@ from shoal.kernels.row_changes import (
 )
 from shoal.rules.expiry import Expiry
 from shoal.table.cuda.admission import SlotValues
+from shoal.table.spec import OnFull
 
 # Rows that a scan may have room for whatever its tables hold: 4 to 8 bytes each.
 _ROWS_AT_LEAST = 1 << 25
-_SCORES = {"lru": (SCORE_SEEN, SCORE_COUNTS), "lfu": (SCORE_COUNTS, SCORE_SEEN)}
 
 
 def scanned_together(rooms: Sequence[int]) -> list[list[int]]:
@@ -64,16 +63,16 @@ class Lives:
         self.jobs_EW = sent(jobs, device)
 
 
-def scored_jobs(
-    scored: Sequence[tuple[int, Literal["lru", "lfu"]]], device: torch.device
-) -> Tensor:
-    """Jobs of `lowest_rows`, int64 [E, words] on the device: tables, and what rows go by.
+def scored_jobs(scored: Sequence[tuple[int, OnFull]], device: torch.device) -> Tensor:
+    """Jobs of `lowest_rows`, int64 [E, words] on the device: tables, and what their rows go by.
 
     "lru" drops rows of least last-seen time first, then of least count, then of least hash;
     "lfu" of least count first, then of least last-seen time, then of least hash: the core's order.
+    Rows of others go as with "lru".
     """
     jobs = torch.zeros(len(scored), JOB_WORDS, dtype=torch.int64, device="cpu")
     for job, (table, kind) in zip(jobs, scored, strict=True):
         job[JOB_TABLE] = table
-        job[JOB_SCORE], job[JOB_SECOND] = _SCORES[kind]
+        order = (SCORE_COUNTS, SCORE_SEEN) if kind == "lfu" else (SCORE_SEEN, SCORE_COUNTS)
+        job[JOB_SCORE], job[JOB_SECOND] = order
     return sent(jobs, device)

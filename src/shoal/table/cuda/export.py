@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.kernels.host_copies import sent
+from shoal.kernels.host_copies import Landing, landing, sent
 from shoal.kernels.row_changes import SPAN_ROWS, SPAN_WORDS
 from shoal.kernels.rows import (
     read_ids,
@@ -58,15 +58,6 @@ _PIECE_BYTES = 32 << 20
 Parts = tuple[Tensor, Tensor, Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class _Landing:
-    """Pinned room for one piece, and the event after which it is filled."""
-
-    rows: slice
-    parts: tuple[Tensor, ...]
-    arrived: torch.cuda.Event | None
-
-
 def export_rows(
     layout: ShardLayout,
     form: RowForm,
@@ -109,14 +100,20 @@ def gathered_rows(
     weights = torch.empty(rows, form.dim, dtype=form.dtype, device="cpu")
     state = torch.empty(rows, form.state_width, dtype=form.real, device="cpu")
     metadata = torch.empty(4, rows, dtype=torch.int64, device="cpu")
-    waiting: _Landing | None = None
+
+    def take(piece: slice, parts: list[Landing]) -> None:
+        for part in parts:
+            part.here(wait=True)
+        weights[piece], state[piece], metadata[:, piece] = (part.host for part in parts)
+
+    before: tuple[slice, list[Landing]] | None = None
     for piece in _pieces(form, rows):
-        landing = _landed(piece, gather(piece))
-        if waiting is not None:
-            _take(waiting, weights, state, metadata)
-        waiting = landing
-    if waiting is not None:
-        _take(waiting, weights, state, metadata)
+        parts = [landing(part) for part in gather(piece)]
+        if before is not None:
+            take(*before)
+        before = piece, parts
+    if before is not None:
+        take(*before)
     ids, versions, last_seen_s, counts = metadata.unbind()
     return RowChunk(name, ids, weights, state, versions, last_seen_s, counts)
 
@@ -150,26 +147,3 @@ def _pieces(form: RowForm, rows: int) -> Iterator[slice]:
     step = max(_PIECE_BYTES // (form.weight_bytes + form.state_bytes + 32), 1)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
-
-
-def _landed(rows: slice, parts: tuple[Tensor, ...]) -> _Landing:
-    """Send parts of a piece to the host; a CPU's are there already."""
-    if parts[0].device.type != "cuda":
-        return _Landing(rows, parts, None)
-    landing = tuple(
-        torch.empty(part.shape, dtype=part.dtype, pin_memory=True, device="cpu").copy_(
-            part, non_blocking=True
-        )
-        for part in parts
-    )
-    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    arrived.record(torch.cuda.current_stream(parts[0].device))
-    return _Landing(rows, landing, arrived)
-
-
-def _take(landing: _Landing, weights: Tensor, state: Tensor, metadata: Tensor) -> None:
-    if landing.arrived is not None:
-        landing.arrived.synchronize()
-    weights[landing.rows] = landing.parts[0]
-    state[landing.rows] = landing.parts[1]
-    metadata[:, landing.rows] = landing.parts[2]

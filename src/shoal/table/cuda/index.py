@@ -94,11 +94,11 @@ class Index:
         """Handles of a table's rows, int32 [R]; waits for the device."""
         return table_index.list_handles(self._memory.entries_of(table))
 
-    def evict(self, now_s: int, stream: torch.cuda.Stream | None) -> int:
+    def evict(self, now_s: int) -> int:
         """Drop expired rows, and those over a budget; returns how many. Waits for the device."""
         memory, history = self._memory, self._history
         counters = memory.counters
-        memory.settle(stream)
+        memory.settle(history.turns.stream)
         before = counters.erased
         held = [ticket.handles_N for ticket in self.tickets.live()]
         marks = pin_marks(held, memory.chunks_ready) if held else None
@@ -114,12 +114,12 @@ class Index:
                     # Few of many: room is needed for those only, and all of this waits.
                     gone_M = gone_M[: int(size_1)]
                 self._erase(gone_M, size_1)
-            memory.settle(stream)
+            memory.settle(history.turns.stream)
         over_K = np.where(self._limited_K, counters.rows_K - self._capacity_K, 0)
         tables = [int(k) for k in np.flatnonzero(over_K > 0)]
         if tables:
             self.drop(tables, [int(over_K[k]) for k in tables], marks)
-            memory.settle(stream)
+            memory.settle(history.turns.stream)
         return counters.erased - before
 
     def _trimmed_after(self, shape: CallShape) -> tuple[int, ...]:
@@ -176,10 +176,8 @@ class Index:
         )
 
     def _jobs(self, tables: Sequence[int]) -> Tensor:
-        specs, device = self._tables.specs, self._tables.device
-        return scored_jobs(
-            [(k, "lfu" if specs[k].on_full == "lfu" else "lru") for k in tables], device
-        )
+        kinds = [(k, self._tables.specs[k].on_full) for k in tables]
+        return scored_jobs(kinds, self._tables.device)
 
     def _with_room(
         self,
@@ -273,10 +271,8 @@ class Index:
         for part in self._scans(tables):
             rows = max(int(self._memory.rows_room_K[k]) for k in part)
             wanted = [drop_of[k] for k in part]
-            scan, drops_E = (
-                Scan(self._jobs(part), rows, marks=marks),
-                sent(wanted, self._tables.device),
-            )
+            scan = Scan(self._jobs(part), rows, marks=marks)
+            drops_E = sent(wanted, self._tables.device)
             self._erase(*lowest_rows(self._memory.layout, scan, drops_E, sum(wanted)))
 
     def _erase(self, handles_M: Tensor, size_1: Tensor) -> None:
@@ -295,7 +291,6 @@ class Index:
         call: CallGroups,
         counts_N: Tensor | None,
         ctx: StepContext,
-        stream: torch.cuda.Stream | None,
         *,
         admit_all: bool = False,
         may_drop: bool = True,
@@ -304,7 +299,6 @@ class Index:
         """Insert what is missing and admitted: handles int32 [N] and what was found, int8 [N].
 
         Args:
-            stream: the present one.
             admit_all: ask no admission.
             may_drop: make room in a full table as its spec says; False raises.
             lease: has the memory for both.
@@ -348,7 +342,7 @@ class Index:
             if loose:
                 self._trim(loose, shape, handles_N)
         finally:
-            self._memory.counters.send(self._memory.layout, stream)
+            self._memory.counters.send(self._memory.layout, self._history.turns.stream)
         return handles_N, met_N
 
     def _initialise(self, shape: CallShape, ctx: StepContext) -> None:

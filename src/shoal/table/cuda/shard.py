@@ -189,12 +189,12 @@ class CudaShard:
         """
         with self._turns:
             shape, call = self._call(groups)
-            _check_counts(shape, counts_N)
+            checks.one_per_id(counts_N, shape.splits[-1], self.device)
             self._stepper.raise_pending()
             stream = self._turns.stream
-            lease = self._stepper.lease(shape.splits[-1], shape.rooms, stream)
-            handles_N, met_N = self._index.inserted(shape, call, counts_N, ctx, stream, lease=lease)
-            runs = self._stepper.start_runs(handles_N, shape.rooms, lease, stream)
+            lease = self._stepper.side.lease(shape.splits[-1], shape.rooms, stream)
+            handles_N, met_N = self._index.inserted(shape, call, counts_N, ctx, lease=lease)
+            runs = self._stepper.start_runs(handles_N, shape.rooms, lease)
             ticket = CudaTicket(
                 self,
                 self._turns,
@@ -280,7 +280,7 @@ class CudaShard:
         with self._turns:
             rates_KR = self._stepper.rates(ctx)
             owned = [self._own(record.ticket) for record in records]
-            joined = self._stepper.joined(records, owned, self._turns.stream)
+            joined = self._stepper.joined(records, owned)
             if joined is not None:
                 self._stepper.step(joined, rates_KR, ctx)
             self._stepped(ctx)
@@ -289,7 +289,7 @@ class CudaShard:
         """The per-row sums `apply` would use, materialised; waits for the device."""
         with self._turns:
             owned = [self._own(record.ticket) for record in records]
-            joined = self._stepper.joined(records, owned, self._turns.stream)
+            joined = self._stepper.joined(records, owned)
             return self._stepper.summed(joined)
 
     def apply_summed(
@@ -303,11 +303,11 @@ class CudaShard:
             if summed.tables:
                 shape, call = self._call(checks.summed_groups(summed))
                 counts_N = torch.cat(summed.counts)
-                _check_counts(shape, counts_N)
+                checks.one_per_id(counts_N, shape.splits[-1], self.device)
                 sums = checks.grads(summed.sums, shape.grad_shapes, self.device)
                 # Tickets end only after the step, so rows that were summed are still there.
                 later = dataclasses.replace(ctx, event_time_s=latest_s)
-                handles_N = self._inserted(shape, call, counts_N, later)
+                handles_N, _ = self._index.inserted(shape, call, counts_N, later)
                 self._stepper.step_ids(shape, handles_N, sums, counts_N, None, latest_s, ctx)
             for ticket in owned:
                 ticket.end()
@@ -325,31 +325,16 @@ class CudaShard:
         """`apply` without a ticket: inserts what is missing, sums duplicates."""
         with self._turns:
             shape, call = self._call(groups)
-            _check_counts(shape, counts_N)
+            checks.one_per_id(counts_N, shape.splits[-1], self.device)
             ready = checks.grads(grads, shape.grad_shapes, self.device)
             seen = None
             if seen_weights is not None:
                 seen = checks.grads(seen_weights, shape.grad_shapes, self.device)
             checks.rates(ctx, self.specs)
-            handles_N = self._inserted(shape, call, counts_N, ctx)
+            handles_N, _ = self._index.inserted(shape, call, counts_N, ctx)
             time_s = ctx.event_time_s
             self._stepper.step_ids(shape, handles_N, ready, counts_N, seen, time_s, ctx)
             self._stepped(ctx)
-
-    def _inserted(
-        self,
-        shape: CallShape,
-        call: CallGroups,
-        counts_N: Tensor | None,
-        ctx: StepContext,
-        *,
-        admit_all: bool = False,
-        may_drop: bool = True,
-    ) -> Tensor:
-        stream = self._turns.stream
-        return self._index.inserted(
-            shape, call, counts_N, ctx, stream, admit_all=admit_all, may_drop=may_drop
-        )[0]
 
     def _stepped(self, ctx: StepContext) -> None:
         self._last_step = ctx.global_step
@@ -404,7 +389,7 @@ class CudaShard:
         with self._writing():
             shape, call = self._call(groups)
             ready = checks.grads(values, shape.grad_shapes, self.device)
-            handles_N = self._inserted(shape, call, None, ctx, admit_all=True)
+            handles_N, _ = self._index.inserted(shape, call, None, ctx, admit_all=True)
             self._history.keep(handles_N, forms=shape.forms)
             for form in shape.forms:
                 mine = [g for g, own in enumerate(shape.forms_G) if own == form]
@@ -427,7 +412,7 @@ class CudaShard:
         with self._writing():
             shape, call = self._call(groups)
             existed_N = probed(self._memory.layout, call)[1]
-            handles_N = self._inserted(shape, call, None, ctx, admit_all=True)
+            handles_N, _ = self._index.inserted(shape, call, None, ctx, admit_all=True)
             for g, k in enumerate(shape.tables):
                 part = slice(shape.splits[g], shape.splits[g + 1])
                 again_M = torch.unique(handles_N[part][existed_N[part]])
@@ -454,7 +439,7 @@ class CudaShard:
         """Drop expired rows, and those over a budget; returns how many. Never pinned ones."""
         scalars.event_time(now_s, "now_s")
         with self._turns:
-            return self._index.evict(now_s, self._turns.stream)
+            return self._index.evict(now_s)
 
     def export(self, table: int) -> RowChunk:
         """All rows of a table, ordered by hash, on the CPU."""
@@ -490,7 +475,7 @@ class CudaShard:
             shape, call = self._call(_one_group(table, ids.to(self.device)))
             counters_C = self._memory.layout.counters_KC[table]
             before = counters_C[COUNT_INSERTED] + counters_C[COUNT_ISSUED]
-            handles_N = self._inserted(
+            handles_N, _ = self._index.inserted(
                 shape, call, None, StepContext(), admit_all=True, may_drop=False
             )
             self._history.keep(handles_N, forms=shape.forms)
@@ -573,7 +558,7 @@ class CudaShard:
     def _stats_of(self, k: int) -> TableStats:
         known = self._memory.counters.known_KC[k]
         weights, state, metadata, index = self._memory.bytes_of(k)
-        stats = rows.stats_of(
+        return rows.stats_of(
             self.specs[k].name,
             {
                 "rows": int(self._memory.counters.rows_K[k]),
@@ -587,8 +572,8 @@ class CudaShard:
                 "evicted": int(known[COUNT_EVICTED]),
                 "nonfinite": int(known[COUNT_NONFINITE]),
             },
+            on_host=self._host is not None,
         )
-        return stats if self._host is None else dataclasses.replace(stats, on_host=True)
 
     def cache_stats(self) -> CacheStats:
         """What the cache of rows on the host did so far; all 0 without one."""
@@ -647,12 +632,6 @@ class CudaShard:
         with self._turns:
             self._settle()
             return self._history.resume(version)
-
-
-def _check_counts(shape: CallShape, counts_N: Tensor | None) -> None:
-    """Check the shape of occurrence counts; what they hold is clamped to 0..2^31-1 in kernels."""
-    if counts_N is not None:
-        checks.one_per_id(counts_N, shape.splits[-1], shape.splits_G1.device)
 
 
 def _one_group(table: int, ids_N: Tensor) -> IdGroups:

@@ -44,6 +44,9 @@ class Stepper:
         tables, memory, plans: the shard's.
         history: is called for rows that are stepped.
         host: where rows are on the host; else None.
+
+    Attributes:
+        side: where lookups' positions are sorted.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class Stepper:
         self._plans = plans
         self._history = history
         self._host = host
-        self._side = SideStream(tables.device)
+        self.side = SideStream(tables.device)
         self._rate_list = RateList(tables.specs)
         self._rates_kept: tuple[list[float], Tensor] | None = None
         self._alarms_reported = 0
@@ -83,23 +86,19 @@ class Stepper:
                 "nan_policy='skip' or 'clip'. Those rows were left as they were.",
             )
 
-    def lease(self, n: int, rooms: Sequence[int], stream: torch.cuda.Stream | None) -> Lease | None:
-        """Memory for the handles of a lookup that `start_runs` sorts; see `SideStream.lease`."""
-        return self._side.lease(n, rooms, stream)
-
     def start_runs(
         self,
         handles_N: Tensor,
         rooms: Sequence[int],
         lease: Lease | None,
-        stream: torch.cuda.Stream | None,
     ) -> Callable[[torch.cuda.Stream | None], Runs]:
         """Start to sort a lookup's positions by row; see `SideStream.start`."""
         layout = self._memory.layout
         # Growth replaces the columns of chunks while the side may still read the old ones.
         read = (handles_N, layout.chunks_WC) if len(self._tables.forms) > 1 else (handles_N,)
-        return self._side.start(
-            lambda: self._tables.runs_of(layout, handles_N, rooms), read, lease, stream
+        main = self._history.turns.stream
+        return self.side.start(
+            lambda: self._tables.runs_of(layout, handles_N, rooms), read, lease, main
         )
 
     def step(self, joined: JoinedGrads, rates_KR: Tensor, ctx: StepContext) -> None:
@@ -200,17 +199,9 @@ class Stepper:
         return self._rates_kept[1]
 
     def joined(
-        self,
-        records: Sequence[GradRecord],
-        owned: Sequence[CudaTicket],
-        stream: torch.cuda.Stream | None,
+        self, records: Sequence[GradRecord], owned: Sequence[CudaTicket]
     ) -> JoinedGrads | None:
-        """The records as one call; None when there is none.
-
-        Args:
-            owned: the ticket of each record.
-            stream: the present one.
-        """
+        """The records as one call; None when there is none. owned: the ticket of each record."""
         groups = [
             self._grad_groups(record, ticket) for record, ticket in zip(records, owned, strict=True)
         ]
@@ -218,7 +209,7 @@ class Stepper:
         if not owned:
             return None
         if len(owned) == 1:
-            runs, counts_N = owned[0].runs(stream), owned[0].counts_N
+            runs, counts_N = owned[0].runs(self._history.turns.stream), owned[0].counts_N
         else:
             handles_N = torch.cat([ticket.handles_N for ticket in owned])
             rooms = [sum(parts) for parts in zip(*(t.shape.rooms for t in owned), strict=True)]
