@@ -178,20 +178,6 @@ _MOST_ROWS = 64
 _PROGRAMS = 2  # on each multiprocessor: enough for the bus, and leaves room next to a model
 
 
-@dataclass(frozen=True, slots=True)
-class Moves:
-    """Rows to be moved through slots; the first `count` of each list count.
-
-    count_1: int32 [1]. slots_M: int32. outs_M: int32, home handle that the slot's present content
-    goes to, or -1. ins_M: int32, home handle that its next content comes from; None for none.
-    """
-
-    count_1: Tensor
-    slots_M: Tensor
-    outs_M: Tensor
-    ins_M: Tensor | None
-
-
 @triton.jit(do_not_specialize=["first", "slots", "keep_from", "base"])  # type: ignore[untyped-decorator]
 def _collect(  # type: ignore[no-untyped-def]
     payload_ptr, home_ptr, used_ptr, dirty_ptr, tallies_ptr, count_ptr, slots_ptr, outs_ptr, first,
@@ -273,21 +259,35 @@ def _block(words: int) -> int:
     return min(power_of_2(max(words, 1)), _MOST_WORDS)
 
 
-def move(layout: ShardLayout, maps: CacheMaps, form: RowForm, moves: Moves) -> None:
-    """Copy rows between slots and homes, both ways at once: the bus carries both ways at once."""
+def _moved(
+    layout: ShardLayout,
+    maps: CacheMaps,
+    form: RowForm,
+    count_1: Tensor,
+    slots_M: Tensor,
+    outs_M: Tensor,
+    ins_M: Tensor | None,
+) -> None:
+    """Copy rows between slots and homes, both ways at once: the bus carries both ways at once.
+
+    Args:
+        count_1: int32 [1], how many of each list count.
+        slots_M: int32.
+        outs_M: int32, home handle that the slot's present content goes to, or -1.
+        ins_M: int32, home handle that its next content comes from; None for none.
+    """
     weight_words, state_words = form.weight_bytes // 8, form.state_bytes // 8
     block_w, block_s = _block(weight_words), _block(state_words)
     rows = min(max(_TILE_BYTES // (8 * max(block_w, block_s)), 1), _MOST_ROWS)
-    slots_M = moves.slots_M
-    if slots_M.numel() == 0:
-        return
-    launch(
-        _move, (shared_programs(blocks_of(slots_M.numel(), rows), slots_M.device, _PROGRAMS),),
-        *layout.chunks, moves.count_1, slots_M, moves.outs_M,
-        slots_M if moves.ins_M is None else moves.ins_M, maps.base,
-        WEIGHT_WORDS=weight_words, STATE_WORDS=state_words, FETCH=moves.ins_M is not None,
-        ROWS=rows, BLOCK_W=block_w, BLOCK_S=block_s,
-    )  # fmt: skip
+    tiles = blocks_of(slots_M.numel(), rows)
+    if tiles:
+        launch(
+            _move, (shared_programs(tiles, slots_M.device, _PROGRAMS),),
+            *layout.chunks, count_1, slots_M, outs_M, slots_M if ins_M is None else ins_M,
+            maps.base,
+            WEIGHT_WORDS=weight_words, STATE_WORDS=state_words, FETCH=ins_M is not None,
+            ROWS=rows, BLOCK_W=block_w, BLOCK_S=block_s,
+        )  # fmt: skip
 
 
 def sweep(
@@ -314,7 +314,7 @@ def sweep(
         outs_M, pool.start, len(pool), keep_from, maps.base,
         FORGET=forget, BLOCK=_BLOCK,
     )  # fmt: skip
-    move(layout, maps, form, Moves(count_1, slots_M, outs_M, None))
+    _moved(layout, maps, form, count_1, slots_M, outs_M, None)
 
 
 HALVED_AFTER = 64
@@ -485,61 +485,32 @@ def admit(
     tick: number of this use, larger than any before. keep_from: slots last used at this tick or
     later keep their rows; at most `tick`.
     """
-    for number, form in enumerate(forms):
-        if runs.rooms[number]:
-            _admit_form(layout, maps, form, number, runs, tick, keep_from, lfu)
-
-
-def _admit_form(
-    layout: ShardLayout,
-    maps: CacheMaps,
-    form: RowForm,
-    number: int,
-    runs: Runs,
-    tick: int,
-    keep_from: int,
-    lfu: bool,
-) -> None:
-    pool, room, device = maps.pools[number], runs.rooms[number], maps.home_S.device
-    work = torch.zeros(_WORDS, dtype=torch.int32, device=device)
-    missing = torch.empty(room, dtype=torch.int32, device=device)
-    uses = maps.uses_S if lfu else maps.used_S
-    launch(
-        _mark, (programs_of(blocks_of(room, _BLOCK), device),),
-        runs.runs_WN, runs.runs_WN.shape[1], runs.cursors_FW, number, runs.first_run(number),
-        runs.last_run(number), maps.payload_H, maps.used_S, uses, maps.tallies, maps.base, tick,
-        work, missing,
-        LFU=lfu, BLOCK=_BLOCK,
-    )  # fmt: skip
-    if pool:
-        moves = _taken(maps, pool, work, missing, tick, keep_from, lfu)
-        move(layout, maps, form, moves)
-
-
-def _taken(
-    maps: CacheMaps,
-    pool: range,
-    work: Tensor,
-    missing: Tensor,
-    tick: int,
-    keep_from: int,
-    lfu: bool,
-) -> Moves:
-    """Give slots of a pool to missing rows, and say what is to be moved."""
-    uses = maps.uses_S if lfu else maps.used_S
-    grid = (programs_of(blocks_of(len(pool), _BLOCK), work.device),)
-    launch(
-        _classes, grid,
-        maps.home_S, maps.used_S, uses, pool.start, len(pool), tick, keep_from, work,
-        LFU=lfu, BLOCK=_BLOCK,
-    )  # fmt: skip
-    slots, outs = torch.empty(
-        2, min(len(missing), len(pool)), dtype=torch.int32, device=work.device
-    )
-    launch(
-        _take, grid,
-        maps.payload_H, maps.home_S, maps.used_S, uses, maps.dirty_S, maps.tallies, pool.start,
-        len(pool), maps.base, tick, keep_from, work, missing, slots, outs,
-        LFU=lfu, BLOCK=_BLOCK,
-    )  # fmt: skip
-    return Moves(work[_MOVED:], slots, outs, missing)
+    device, uses = maps.home_S.device, maps.uses_S if lfu else maps.used_S
+    for number, (form, room, pool) in enumerate(zip(forms, runs.rooms, maps.pools, strict=True)):
+        if not room:
+            continue
+        work = torch.zeros(_WORDS, dtype=torch.int32, device=device)
+        missing = torch.empty(room, dtype=torch.int32, device=device)
+        launch(
+            _mark, (programs_of(blocks_of(room, _BLOCK), device),),
+            runs.runs_WN, runs.runs_WN.shape[1], runs.cursors_FW, number, runs.first_run(number),
+            runs.last_run(number), maps.payload_H, maps.used_S, uses, maps.tallies, maps.base, tick,
+            work, missing,
+            LFU=lfu, BLOCK=_BLOCK,
+        )  # fmt: skip
+        if not pool:
+            continue
+        grid = (programs_of(blocks_of(len(pool), _BLOCK), device),)
+        launch(
+            _classes, grid,
+            maps.home_S, maps.used_S, uses, pool.start, len(pool), tick, keep_from, work,
+            LFU=lfu, BLOCK=_BLOCK,
+        )  # fmt: skip
+        slots, outs = torch.empty(2, min(room, len(pool)), dtype=torch.int32, device=device)
+        launch(
+            _take, grid,
+            maps.payload_H, maps.home_S, maps.used_S, uses, maps.dirty_S, maps.tallies, pool.start,
+            len(pool), maps.base, tick, keep_from, work, missing, slots, outs,
+            LFU=lfu, BLOCK=_BLOCK,
+        )  # fmt: skip
+        _moved(layout, maps, form, work[_MOVED:], slots, outs, missing)

@@ -14,7 +14,6 @@ from shoal.address import address, empty_flags, empty_rows, fresh_address
 from shoal.errors import ConfigError, InputError
 from shoal.lookup import PoolPlan
 from shoal.table import checks, native, rows, shard
-from shoal.table import native as refusals
 from shoal.table.cpu.snapshot import CpuSnapshot
 from shoal.table.factory import shard_copied
 from shoal.table.native import RateList, table_dict
@@ -203,11 +202,11 @@ class CpuShard:
     ) -> tuple[Tensor, ...]:
         """`find`, pooled: one [B, width] per output."""
         core = self._groups(groups)
-        native, dtypes = self._plan(plan, groups)
+        compiled, dtypes = self._plan(plan, groups)
         bags = checks.bags(groups, core, offsets_GB1, weights_N)
         outputs = self._outputs(plan, dtypes, bags[1])
         places = [fresh_address(o) for o in outputs]
-        self._core.find_pooled(core, native, *bags, places, self._lanes())
+        self._core.find_pooled(core, compiled, *bags, places, self._lanes())
         return outputs
 
     def _outputs(
@@ -227,13 +226,13 @@ class CpuShard:
         step = ctx.global_step, ctx.event_time_s
         try:
             ticket = self._core.find_or_init(core, counts, *step, self._lanes())
-        except refusals.CORE_ERRORS as error:
-            raise refusals.reworded(error) from None
+        except native.CORE_ERRORS as error:
+            raise native.reworded(error) from None
         return CpuTicket(self, ticket, groups, core)
 
     def _own(self, ticket: object) -> CpuTicket:
         if not isinstance(ticket, CpuTicket) or ticket.shard is not self or not ticket.core.live:
-            raise refusals.foreign_ticket()
+            raise native.foreign_ticket()
         return ticket
 
     def gather(self, ticket: object, *, ctx: StepContext) -> tuple[Tensor, ...]:
@@ -254,8 +253,8 @@ class CpuShard:
         places = [fresh_address(o) for o in outputs]
         try:
             self._core.gather(own.core, plan, *bags, places, ctx.global_step, self._lanes())
-        except refusals.CORE_ERRORS as error:
-            raise refusals.reworded(error) from None
+        except native.CORE_ERRORS as error:
+            raise native.reworded(error) from None
 
     def gather_pooled(
         self,
@@ -268,15 +267,15 @@ class CpuShard:
     ) -> tuple[Tensor, ...]:
         """Read and pool the ticket's rows now: one [B, width] per output."""
         own = self._own(ticket)
-        native, dtypes = self._plan(plan, own.groups)
+        compiled, dtypes = self._plan(plan, own.groups)
         bags = checks.bags(own.groups, own.native, offsets_GB1, weights_N)
         outputs = self._outputs(plan, dtypes, bags[1])
-        self._gather(own, native, bags, outputs, ctx)
+        self._gather(own, compiled, bags, outputs, ctx)
         return outputs
 
     def _records(self, records: Sequence[GradRecord]) -> tuple[list[Any], list[Tensor]]:
         """Core records, and the contiguous gradients that must outlive the call."""
-        native = []
+        made = []
         kept: list[Tensor] = []
         for record in records:
             own = self._own(record.ticket)
@@ -284,7 +283,7 @@ class CpuShard:
             if record.plan is not None:
                 plan, dtypes = self._plan(record.plan, own.groups)
                 if record.offsets_GB1 is None:
-                    raise refusals.plan_without_offsets()
+                    raise native.plan_without_offsets()
                 bags = checks.bags(own.groups, own.native, record.offsets_GB1, record.weights_N)
                 shapes = [
                     ((bags[1], output.width), dtype)
@@ -295,8 +294,8 @@ class CpuShard:
             grads = checks.grads(record.grads, shapes)
             kept.extend(grads)
             places = [address(g) for g in grads]
-            native.append(_core.Record(own.core, plan, *bags, places, record.scale))
-        return native, kept
+            made.append(_core.Record(own.core, plan, *bags, places, record.scale))
+        return made, kept
 
     def _group_shapes(self, groups: IdGroups) -> list[tuple[tuple[int, int], torch.dtype]]:
         splits = groups.splits_G1.tolist()
@@ -314,15 +313,15 @@ class CpuShard:
 
     def apply(self, records: Sequence[GradRecord], *, ctx: StepContext) -> None:
         """Sum the gradients per row over all records, one optimizer step per admitted row."""
-        native, kept = self._records(records)
-        refusals.worded(lambda: self._core.apply(native, *self._step(ctx)))
+        made, kept = self._records(records)
+        native.worded(lambda: self._core.apply(made, *self._step(ctx)))
         del kept
 
     def sum_grads(self, records: Sequence[GradRecord]) -> SummedGrads:
         """The per-row sums `apply` would use, materialised; tickets stay live."""
-        native, kept = self._records(records)
+        made, kept = self._records(records)
         tables, ids, sums, counts = [], [], [], []
-        for part in self._core.sum(native):
+        for part in self._core.sum(made):
             ids_U = torch.empty(part.n, dtype=torch.int64, device="cpu")
             sums_UD = torch.empty(
                 part.n, self._dims[part.table], dtype=self._reals[part.table], device="cpu"
@@ -376,7 +375,7 @@ class CpuShard:
         shapes = self._group_shapes(groups)
         ready = checks.grads(grads, shapes)
         latest = checks.grads(seen, shapes) if seen else []
-        refusals.worded(
+        native.worded(
             lambda: self._core.apply_ids(
                 core,
                 counts,
@@ -394,7 +393,7 @@ class CpuShard:
         status_N = torch.empty(
             groups.ids_N.numel() if mode == _REINITIALIZE else 0, dtype=torch.int32, device="cpu"
         )
-        refusals.worded(
+        native.worded(
             lambda: self._core.write(
                 core,
                 mode,
@@ -525,7 +524,10 @@ class CpuShard:
             TicketError: a live ticket holds rows.
         """
         checks.table_index(table, len(self._specs))
-        native.cleared(lambda: self._core.clear(table), self._specs[table].name)
+        try:
+            self._core.clear(table)
+        except _core.TicketStateError:
+            raise native.rows_held(self._specs[table].name) from None
 
     def admission_state(self, table: int) -> AdmissionState:
         """Counts of ids without a row; survives a restart through `load_admission_state`."""

@@ -13,38 +13,9 @@ from torch import Tensor
 from shoal.errors import OutOfDeviceMemory
 from shoal.ids import salt, to_signed
 from shoal.kernels import index
+from shoal.kernels import tables as words
 from shoal.kernels.host_copies import retire, sent
-from shoal.kernels.tables import (
-    BUCKET_BYTES,
-    BUCKET_SLOTS,
-    CHUNK_BITS,
-    CHUNK_CAPACITY,
-    CHUNK_COUNTS,
-    CHUNK_IDS,
-    CHUNK_ROWS,
-    CHUNK_SEEN,
-    CHUNK_STATE,
-    CHUNK_TABLE,
-    CHUNK_VERSIONS,
-    CHUNK_WEIGHTS,
-    CHUNK_WORDS,
-    COUNT_ERASED,
-    COUNT_WORDS,
-    FIRST_ROWS,
-    TABLE_DIRECTORY,
-    TABLE_ENTRIES,
-    TABLE_FIRST_COLUMN,
-    TABLE_FORM,
-    TABLE_FREE,
-    TABLE_MASK,
-    TABLE_SALT,
-    TABLE_SEED,
-    TABLE_STATE_BYTES,
-    TABLE_WEIGHT_BYTES,
-    TABLE_WORDS,
-    RowForm,
-    ShardLayout,
-)
+from shoal.kernels.tables import RowForm, ShardLayout
 from shoal.table import native
 from shoal.table.cuda.calls import ShardTables, together
 from shoal.table.cuda.counters import CounterReader, Counts
@@ -124,7 +95,8 @@ def _reason(error: RuntimeError) -> str:
 
 
 # Of a row: the words of its chunk that lead to them, and their bytes.
-_METADATA = ((CHUNK_IDS, 8), (CHUNK_VERSIONS, 4), (CHUNK_SEEN, 4), (CHUNK_COUNTS, 4))
+_UINT32 = words.CHUNK_VERSIONS, words.CHUNK_SEEN, words.CHUNK_COUNTS
+_METADATA = ((words.CHUNK_IDS, 8), *((word, 4) for word in _UINT32))
 METADATA_BYTES = sum(size for _, size in _METADATA)
 
 
@@ -136,11 +108,11 @@ def chunks_for(present: int, rows: int, target: int) -> list[int]:
     sizes: list[int] = []
     while rows + sum(sizes) < target:
         order = present + len(sizes)
-        full = FIRST_ROWS << order >= CHUNK_ROWS if order < 32 else True
+        full = words.FIRST_ROWS << order >= words.CHUNK_ROWS if order < 32 else True
         if full:
             missing = target - rows - sum(sizes)
-            return sizes + [CHUNK_ROWS] * (-(-missing // CHUNK_ROWS))
-        sizes.append(FIRST_ROWS << order)
+            return sizes + [words.CHUNK_ROWS] * (-(-missing // words.CHUNK_ROWS))
+        sizes.append(words.FIRST_ROWS << order)
     return sizes
 
 
@@ -166,7 +138,7 @@ def new_block(
         torch.OutOfMemoryError: no room on the device.
         OutOfDeviceMemory: no more pinned host memory.
     """
-    weights, state = (CHUNK_WEIGHTS, form.weight_bytes), (CHUNK_STATE, form.state_bytes)
+    weights, state = (words.CHUNK_WEIGHTS, form.weight_bytes), (words.CHUNK_STATE, form.state_bytes)
     rows_C = np.array(sizes, dtype=np.int64)
     rows, owned = int(rows_C.sum()), tuple[Tensor, ...]()
     parts = [(weights, state, *_METADATA)] if host is None else [(weights,), (state,), _METADATA]
@@ -178,13 +150,13 @@ def new_block(
         addresses = [part.data_ptr() for part in owned]
     else:
         addresses = [own.take(rows * bytes_of_row(form))]
-    columns = np.zeros((CHUNK_WORDS, len(sizes)), dtype=np.int64)
+    columns = np.zeros((words.CHUNK_WORDS, len(sizes)), dtype=np.int64)
     for address, arrays in zip(addresses, parts, strict=True):
         at_C = address + (np.cumsum(rows_C) - rows_C) * sum(size for _, size in arrays)
         for word, size in arrays:
             columns[word] = at_C
             at_C = at_C + rows_C * size
-    columns[CHUNK_CAPACITY] = rows_C
+    columns[words.CHUNK_CAPACITY] = rows_C
     return columns, owned
 
 
@@ -213,16 +185,16 @@ class TableMemory:
     @property
     def slots(self) -> int:
         """Of its index."""
-        return (len(self.entries) - 1) * BUCKET_SLOTS
+        return (len(self.entries) - 1) * words.BUCKET_SLOTS
 
     @property
     def places(self) -> dict[int, int]:
         """Words of its line that change as it grows."""
         return {
-            TABLE_ENTRIES: self.entries.data_ptr(),
-            TABLE_MASK: self.slots - 1,
-            TABLE_DIRECTORY: self.directory.data_ptr(),
-            TABLE_FREE: self.free_list.data_ptr(),
+            words.TABLE_ENTRIES: self.entries.data_ptr(),
+            words.TABLE_MASK: self.slots - 1,
+            words.TABLE_DIRECTORY: self.directory.data_ptr(),
+            words.TABLE_FREE: self.free_list.data_ptr(),
         }
 
 
@@ -257,7 +229,7 @@ _FRESH_SHARE = (5, 8)  # of slots, right after a rebuild at most: else the next 
 _NO_LIMIT = 1 << 31
 _GROWTH = 16  # a table grows by one such part of its rows at least
 _GROWTH_BYTES = 16 << 20  # at most
-MOST_CHUNKS = 1 << (31 - CHUNK_BITS)  # a handle is an int32 that is not negative
+MOST_CHUNKS = 1 << (31 - words.CHUNK_BITS)  # a handle is an int32 that is not negative
 
 
 class DeviceMemory:
@@ -283,16 +255,18 @@ class DeviceMemory:
         limits = [_NO_LIMIT if spec.capacity_rows is None else spec.capacity_rows for spec in specs]
         self._given_K: Counts = np.minimum(np.array(limits, dtype=np.int64), _NO_LIMIT)
         self._limits_K: Counts = self._given_K
-        self._lines_KT = np.zeros((len(specs), TABLE_WORDS), dtype=np.int64)
-        self._columns_WC: Counts = np.zeros((CHUNK_WORDS, 64), dtype=np.int64)
+        self._lines_KT = np.zeros((len(specs), words.TABLE_WORDS), dtype=np.int64)
+        self._columns_WC: Counts = np.zeros((words.CHUNK_WORDS, 64), dtype=np.int64)
         self._chunks = 0
         self._room_K: Counts = np.zeros(len(specs), dtype=np.int64)
         for k, spec in enumerate(specs):
             form, line = forms[form_of[k]], self._lines_KT[k]
-            line[TABLE_SALT], line[TABLE_SEED] = to_signed(salt(spec.hash_name)), to_signed(seed)
-            line[TABLE_WEIGHT_BYTES], line[TABLE_STATE_BYTES] = form.weight_bytes, form.state_bytes
-            line[TABLE_FORM], line[TABLE_FIRST_COLUMN] = form_of[k], spec.first_column
-        counters_KC = torch.zeros(len(specs), COUNT_WORDS, dtype=torch.int64, device=device)
+            line[words.TABLE_SALT] = to_signed(salt(spec.hash_name))
+            line[words.TABLE_SEED] = to_signed(seed)
+            line[words.TABLE_WEIGHT_BYTES] = form.weight_bytes
+            line[words.TABLE_STATE_BYTES] = form.state_bytes
+            line[words.TABLE_FORM], line[words.TABLE_FIRST_COLUMN] = form_of[k], spec.first_column
+        counters_KC = torch.zeros(len(specs), words.COUNT_WORDS, dtype=torch.int64, device=device)
         self.counters = CounterReader(counters_KC)
         self.layout = ShardLayout(
             torch.empty(self._lines_KT.shape, dtype=torch.int64, device=device),
@@ -350,7 +324,7 @@ class DeviceMemory:
         if last <= wide:
             return None
         wide = max(2 * wide, _power(last))
-        return torch.zeros(CHUNK_WORDS, wide, dtype=torch.int64, device=self.device)
+        return torch.zeros(words.CHUNK_WORDS, wide, dtype=torch.int64, device=self.device)
 
     def _append(self, columns_WC: Counts, sent_WC: Tensor, wider_WC: Tensor | None) -> None:
         """Have kernels see further chunks; allocates nothing on the device.
@@ -409,8 +383,9 @@ class DeviceMemory:
     def _refused(self, rows_K: Counts) -> OutOfDeviceMemory:
         wanted = 0
         for k, growth in self._growths(rows_K, least=True).items():
-            buckets = growth.slots // BUCKET_SLOTS + 1 if growth.slots else 0
-            wanted += growth.rows * bytes_of_row(self._tables[k].form) + buckets * BUCKET_BYTES
+            buckets = growth.slots // words.BUCKET_SLOTS + 1 if growth.slots else 0
+            wanted += growth.rows * bytes_of_row(self._tables[k].form)
+            wanted += buckets * words.BUCKET_BYTES
         return native.out_of_memory("rows of a GPU shard", wanted, self.device)
 
     def _grow(self, rows_K: Counts, *, least: bool = False) -> None:
@@ -431,8 +406,8 @@ class DeviceMemory:
             lines_KT = self._lines_with(grown)
             if more or any(growth.slots for growth in growths.values()):
                 numbers = np.arange(self._chunks, self._chunks + more)
-                words = [lines_KT.reshape(-1), columns_WC.reshape(-1), numbers]
-                sent_words, wider_WC = together(words, self.device), self._wider(more)
+                news = [lines_KT.reshape(-1), columns_WC.reshape(-1), numbers]
+                sent_words, wider_WC = together(news, self.device), self._wider(more)
         except Exception:
             if self._own is not None:
                 self._own.take_back(used)
@@ -451,12 +426,12 @@ class DeviceMemory:
     def _allocated(self, growths: Mapping[int, Growth]) -> tuple[dict[int, TableMemory], Counts]:
         """Tables as they will be, and the columns of their further chunks."""
         grown, first = dict[int, TableMemory](), self._chunks
-        columns = [np.zeros((CHUNK_WORDS, 0), dtype=np.int64)]
+        columns = [np.zeros((words.CHUNK_WORDS, 0), dtype=np.int64)]
         for k, growth in growths.items():
             table, owned = self._tables[k], list[Tensor]()
             for sizes in self._groups_of(table.form, growth.sizes):
                 part, memory = new_block(table.form, sizes, self.device, self._own, self._host)
-                part[CHUNK_TABLE] = k
+                part[words.CHUNK_TABLE] = k
                 columns.append(part)
                 owned.extend(memory)
             chunks = (*table.chunks, *range(first, first + len(growth.sizes)))
@@ -482,8 +457,8 @@ class DeviceMemory:
         self, grown: Mapping[int, TableMemory], columns_WC: Counts
     ) -> list[tuple[int, int]]:
         """Addresses and bytes of the chunks that are to have memory; columns_WC: of new ones."""
-        words = [CHUNK_WEIGHTS, CHUNK_CAPACITY]
-        starts_C, rows_C = np.concatenate([self.columns_WC[words], columns_WC[words]], axis=1)
+        wanted = [words.CHUNK_WEIGHTS, words.CHUNK_CAPACITY]
+        starts_C, rows_C = np.concatenate([self.columns_WC[wanted], columns_WC[wanted]], axis=1)
         found: list[tuple[int, int]] = []
         for k, table in grown.items():
             chunks = list(table.chunks[self._tables[k].ready : table.ready])
@@ -505,9 +480,9 @@ class DeviceMemory:
     def _move_indexes(self, grown: Mapping[int, TableMemory]) -> None:
         for k, table in grown.items():
             if table.entries is not self._tables[k].entries:
-                salt_ = int(self._lines_KT[k, TABLE_SALT])
+                salt_ = int(self._lines_KT[k, words.TABLE_SALT])
                 index.rebuild(self._tables[k].entries, table.entries, salt_)
-                self.layout.counters_KC[k, COUNT_ERASED].zero_()
+                self.layout.counters_KC[k, words.COUNT_ERASED].zero_()
                 self.counters.rebuilt(k)
 
     def _lines_with(self, tables: Mapping[int, TableMemory]) -> Counts:
@@ -585,7 +560,7 @@ class DeviceMemory:
         raise OutOfDeviceMemory(
             "chunks of rows of a GPU shard",
             got=f"{more} wanted on top of {self._chunks}",
-            allowed=f"{MOST_CHUNKS} in all, of {CHUNK_ROWS} rows and less",
+            allowed=f"{MOST_CHUNKS} in all, of {words.CHUNK_ROWS} rows and less",
             remedy="Spread the tables over more shards, or give them a row budget "
             "(capacity_rows with on_full='lru' or 'lfu').",
         )
@@ -611,7 +586,7 @@ class DeviceMemory:
             self._replace(longer)
 
     def forget(self, k: int) -> None:
-        """Empty a table's index; its chunks stay. The caller resets the counters.
+        """Empty a table: its index is new, its chunks stay.
 
         Raises:
             torch.OutOfMemoryError: nothing has changed.
@@ -619,6 +594,9 @@ class DeviceMemory:
         table = self._tables[k]
         entries = index.new_entries(table.slots, self.device)
         self._replace({k: replace(table, entries=entries)})
+        counters_C = self.layout.counters_KC[k]
+        counters_C[words.COUNT_INSERTED] += counters_C[words.COUNT_ISSUED]
+        counters_C[: words.COUNT_INSERTED].zero_()  # ISSUED to ERASED
 
     def settle(self, stream: torch.cuda.Stream | None) -> None:
         """Have the device's counters at hand; waits for it.

@@ -10,21 +10,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from shoal.errors import ConfigError, DeviceUnavailable, TicketError
+from shoal.errors import ConfigError, DeviceUnavailable
+from shoal.kernels import tables as words
 from shoal.kernels.host_copies import retire
 from shoal.kernels.rows import read_metadata, write_metadata, write_values, write_weights
-from shoal.kernels.tables import (
-    COUNT_ERASED,
-    COUNT_EVICTED,
-    COUNT_FREE,
-    COUNT_FRESH,
-    COUNT_INSERTED,
-    COUNT_ISSUED,
-    COUNT_NONFINITE,
-    COUNT_READY,
-    COUNT_REFUSED,
-    CallGroups,
-)
+from shoal.kernels.tables import CallGroups
 from shoal.lookup import PoolPlan
 from shoal.rules.initializers import initial_values
 from shoal.table import checks, native, rows
@@ -474,13 +464,13 @@ class CudaShard:
         with self._writing():
             shape, call = self._call(_one_group(table, ids.to(self.device)))
             counters_C = self._memory.layout.counters_KC[table]
-            before = counters_C[COUNT_INSERTED] + counters_C[COUNT_ISSUED]
+            before = counters_C[words.COUNT_INSERTED] + counters_C[words.COUNT_ISSUED]
             handles_N, _ = self._index.inserted(
                 shape, call, None, StepContext(), admit_all=True, may_drop=False
             )
             self._history.keep(handles_N, forms=shape.forms)
             # Rows that are loaded were inserted elsewhere.
-            counters_C[COUNT_INSERTED] = before - counters_C[COUNT_ISSUED]
+            counters_C[words.COUNT_INSERTED] = before - counters_C[words.COUNT_ISSUED]
             loaded = RowChunk(spec.name, ids, weights, state, versions, last_seen_s, counts)
             write_rows(self._memory.layout, form, handles_N, loaded)
             if len(versions):
@@ -511,20 +501,11 @@ class CudaShard:
         checks.table_index(table, len(self.specs))
         with self._writing():
             if any(table in ticket.shape.tables for ticket in self._index.tickets.live()):
-                raise TicketError(
-                    f"clear of table {self.specs[table].name!r}",
-                    got="live tickets",
-                    allowed="no step in flight",
-                    remedy="Call step() or zero_grad() first.",
-                )
+                raise native.rows_held(self.specs[table].name)
             if self._history.open_snapshots() or self._history.deletions.kept:
                 self._settle()
                 self._history.cleared(table, self._index.handles_of(table))
             self._memory.forget(table)
-            counters_C = self._memory.layout.counters_KC[table]
-            counters_C[COUNT_INSERTED] += counters_C[COUNT_ISSUED]
-            for word in (COUNT_ISSUED, COUNT_FREE, COUNT_FRESH, COUNT_READY, COUNT_ERASED):
-                counters_C[word] = 0
             self._index.admission.clear(table)
             self._settle()
 
@@ -567,10 +548,10 @@ class CudaShard:
                 "state": state,
                 "metadata": metadata,
                 "index": index + self._index.admission.nbytes(k),
-                "inserted": int(known[COUNT_INSERTED] + known[COUNT_ISSUED]),
-                "refused": int(known[COUNT_REFUSED]),
-                "evicted": int(known[COUNT_EVICTED]),
-                "nonfinite": int(known[COUNT_NONFINITE]),
+                "inserted": int(known[words.COUNT_INSERTED] + known[words.COUNT_ISSUED]),
+                "refused": int(known[words.COUNT_REFUSED]),
+                "evicted": int(known[words.COUNT_EVICTED]),
+                "nonfinite": int(known[words.COUNT_NONFINITE]),
             },
             on_host=self._host is not None,
         )

@@ -15,16 +15,11 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.errors import InputError
+from shoal.kernels import tables as words
 from shoal.kernels.host_copies import retire, sent
 from shoal.kernels.row_changes import count_changed
 from shoal.kernels.rows import read_ids, read_metadata, read_values
-from shoal.kernels.tables import (
-    COUNT_FREE,
-    COUNT_FRESH,
-    COUNT_ISSUED,
-    COUNT_NONFINITE,
-    CallGroups,
-)
+from shoal.kernels.tables import CallGroups
 from shoal.placement import hash_ids, sort_key
 from shoal.table import native
 from shoal.table import shard as scalars
@@ -171,7 +166,7 @@ class History:
         images = others[-1].images if others else None
         # A step keeps rows before it knows their gradients. One that then leaves a row alone has
         # taken its stamp: a younger snapshot that stamped it again would show older ones two rows.
-        skipped = int(memory.counters.known_KC[:, COUNT_NONFINITE].sum())
+        skipped = int(memory.counters.known_KC[:, words.COUNT_NONFINITE].sum())
         if images is None or not images.joinable or images.skipped != skipped:
             images = DeviceImages(
                 memory.layout, tables.specs, tables.forms, tables.form_of, skipped
@@ -211,8 +206,8 @@ class History:
     def _handed_out(self) -> list[Span]:
         """All rows that tables have handed out since they were empty."""
         known_KC = self.memory.counters.known_KC
-        more_K = np.maximum(known_KC[:, COUNT_ISSUED] - known_KC[:, COUNT_FREE], 0)
-        sizes = (known_KC[:, COUNT_FRESH] + more_K).tolist()
+        more_K = np.maximum(known_KC[:, words.COUNT_ISSUED] - known_KC[:, words.COUNT_FREE], 0)
+        sizes = (known_KC[:, words.COUNT_FRESH] + more_K).tolist()
         return [Span(k, 0, size) for k, size in enumerate(sizes) if size > 0]
 
     def rows_still(
