@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
@@ -130,25 +130,14 @@ def _device_quantiles(device: torch.device) -> Tensor:
 
 
 def _line(segment: SegmentForm) -> list[int]:
-    first, second = map(_float32, (*segment.initializer.param_values(), 0.0)[:2])
+    first, second = map(np.float32, (*segment.initializer.param_values(), 0.0)[:2])
     if segment.initializer.law == "uniform":
-        second = _float32(second - first)
-    line = [segment.column, segment.column + segment.dim]
-    line += [LAWS[segment.initializer.law], _bits32(first), _bits32(second)]
-    line += [RETRIEVERS[segment.compressor.kind], *map(_bits64, segment.compressor.param_values())]
+        second = np.float32(float(second) - float(first))
+    line = [segment.column, segment.column + segment.dim, LAWS[segment.initializer.law]]
+    line += [int(value.view(np.int32)) for value in (first, second)]
+    line.append(RETRIEVERS[segment.compressor.kind])
+    line += [int(np.float64(p).view(np.int64)) for p in segment.compressor.param_values()]
     return line + [0] * (SEGMENT_WORDS - len(line))
-
-
-def _float32(value: float) -> float:
-    return float(torch.tensor(value, dtype=torch.float32, device="cpu"))
-
-
-def _bits32(value: float) -> int:
-    return int(torch.tensor(value, dtype=torch.float32, device="cpu").view(torch.int32))
-
-
-def _bits64(value: float) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 
 @triton.jit

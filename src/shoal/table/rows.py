@@ -73,13 +73,6 @@ def pointers(chunk: RowChunk) -> list[int]:
     return [address(column) for column in chunk.columns]
 
 
-def chunk_of(spec: TableSpec, exported: Any) -> RowChunk:
-    """Rows the core copied out, as tensors."""
-    chunk = empty_chunk(spec, exported.n)
-    exported.copy_to(pointers(chunk))
-    return chunk
-
-
 def entry_of(chunk: RowChunk) -> Entry | None:
     """The one row of a chunk, or None when it has none."""
     if chunk.ids.numel() == 0:

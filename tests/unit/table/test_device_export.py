@@ -78,15 +78,8 @@ class TestWholeRows:
         order = sort_key(hash_ids("t", chunk.ids)).argsort()
         exported = export.export_rows(tables.layout, form, "t", handles_R)
         assert same_rows(exported, picked(chunk, order))
-        entry = export.entry_of(tables.layout, form, handles_R[3:4])
-        assert entry is not None
-        assert (entry.id, entry.version) == (ids[3], int(chunk.versions[3]))
-        assert (entry.last_seen_s, entry.count) == (
-            int(chunk.last_seen_s[3]),
-            int(chunk.counts[3]),
-        )
-        assert torch.equal(entry.weights, chunk.weights[3])
-        assert torch.equal(entry.state, chunk.state[3])
+        one = export.read_rows(tables.layout, form, "t", handles_R[3:4])
+        assert same_rows(one, picked(chunk, torch.tensor([3])))
 
     def test_no_rows(self, device: str) -> None:
         form, size = form_of(torch.float32, 4, 2)
@@ -95,8 +88,6 @@ class TestWholeRows:
         chunk = export.export_rows(tables.layout, form, "t", none_R)
         assert (chunk.weights.shape, chunk.state.shape) == ((0, 4), (0, 2))
         export.write_rows(tables.layout, form, none_R, chunk)
-        missing = torch.tensor([-1], dtype=torch.int32, device=device)
-        assert export.entry_of(tables.layout, form, missing) is None
 
     def test_metadata_alone(self, device: str) -> None:
         tables = make_tables([SIZE], device)

@@ -486,7 +486,12 @@ class CpuShard:
     def export(self, table: int) -> RowChunk:
         """All rows of a table, ordered by hash."""
         checks.table_index(table, len(self._specs))
-        return rows.chunk_of(self._specs[table], self._core.export(table))
+        return self._chunk(table, self._core.export(table))
+
+    def _chunk(self, table: int, exported: Any) -> RowChunk:
+        chunk = rows.empty_chunk(self._specs[table], exported.n)
+        exported.copy_to(rows.pointers(chunk))
+        return chunk
 
     def expect(self, table: int, rows: int) -> None:
         """Reserve memory for so many rows in all; what is not filled later is not resident.
@@ -510,7 +515,7 @@ class CpuShard:
     def entry(self, table: int, id: int) -> Entry | None:
         """One row in full, or None."""
         checks.table_index(table, len(self._specs))
-        return rows.entry_of(rows.chunk_of(self._specs[table], self._core.entry(table, id)))
+        return rows.entry_of(self._chunk(table, self._core.entry(table, id)))
 
     def size(self, table: int) -> int:
         """Rows of a table."""

@@ -21,7 +21,7 @@ from shoal.kernels.rows import (
 )
 from shoal.kernels.tables import RowForm, ShardLayout
 from shoal.placement import hash_ids, sort_key
-from shoal.table.values import Entry, RowChunk
+from shoal.table.values import RowChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +132,6 @@ def write_rows(layout: ShardLayout, form: RowForm, handles_R: Tensor, chunk: Row
         write_values(layout, form, own_R, weights, state)
         stamps = (chunk.versions.clamp(min=1), chunk.last_seen_s, chunk.counts)
         write_metadata(layout, own_R, *(sent(part[piece], device) for part in stamps))
-
-
-def entry_of(layout: ShardLayout, form: RowForm, handle_1: Tensor) -> Entry | None:
-    """The row of a handle, int32 [1], in full; None for -1. Waits for the device."""
-    if int(handle_1) < 0:
-        return None
-    weights, state = read_values(layout, form, handle_1)
-    id_, version, last_seen_s, count = read_metadata(layout, handle_1)[:, 0].tolist()
-    return Entry(id_, weights[0].cpu(), state[0].cpu(), version, last_seen_s, count)
 
 
 def _pieces(form: RowForm, rows: int) -> Iterator[slice]:

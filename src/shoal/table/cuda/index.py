@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -33,14 +32,6 @@ from shoal.table.shard import StepContext
 # A scan costs the table, not what it drops, so tables drop this share of their budget ahead.
 _AHEAD = 64
 _JOBS_KEPT = 16
-
-
-@dataclass(frozen=True, slots=True)
-class _TrimJobs:
-    """What trimming some tables takes, on the device: jobs, and budgets as `overdrafts` reads."""
-
-    jobs_EW: Tensor
-    budgets_EW: Tensor
 
 
 class Index:
@@ -82,7 +73,8 @@ class Index:
             [np.iinfo(np.int64).max if s.capacity_rows is None else s.capacity_rows for s in specs],
             dtype=np.int64,
         )
-        self._trims: dict[tuple[int, ...], _TrimJobs] = {}
+        # What trimming some tables takes, on the device: jobs, and budgets for `overdrafts`.
+        self._trims: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         # Most rows beyond its budget that each table holds because a trim ran out of memory.
         self._over_K: Counts = np.zeros(len(specs), dtype=np.int64)
 
@@ -158,22 +150,20 @@ class Index:
         if trim is None:
             if len(self._trims) >= _JOBS_KEPT:
                 for old in self._trims.values():
-                    retire(old.jobs_EW, old.budgets_EW)
+                    retire(*old)
                 self._trims.clear()
             trim = self._trims[tables] = self._made_trim(tables)
-        drops_E = overdrafts(self._memory.layout, trim.budgets_EW)
+        drops_E = overdrafts(self._memory.layout, trim[1])
         rows = int(self._memory.rows_room_K[rows_of].max())
         most = int((self._over_K[rows_of] + self._capacity_K[rows_of] // _AHEAD).sum())
-        scan = Scan(trim.jobs_EW, rows, marks=marks)
+        scan = Scan(trim[0], rows, marks=marks)
         self._erase(*lowest_rows(self._memory.layout, scan, drops_E, most))
         self._over_K[rows_of] = 0
 
-    def _made_trim(self, tables: tuple[int, ...]) -> _TrimJobs:
+    def _made_trim(self, tables: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         capacity_E = self._capacity_K[list(tables)]
         budgets_EW = np.stack([np.array(tables), capacity_E, capacity_E // _AHEAD], axis=1)
-        return _TrimJobs(
-            self._jobs(tables), sent(torch.from_numpy(budgets_EW), self._tables.device)
-        )
+        return self._jobs(tables), sent(torch.from_numpy(budgets_EW), self._tables.device)
 
     def _jobs(self, tables: Sequence[int]) -> Tensor:
         kinds = [(k, self._tables.specs[k].on_full) for k in tables]

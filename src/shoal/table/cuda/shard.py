@@ -21,7 +21,7 @@ from shoal.table import checks, native, rows
 from shoal.table import shard as scalars
 from shoal.table.cuda.cache import CacheStats
 from shoal.table.cuda.calls import CallShape, CallShapes, ShardTables, forms_of, occurrences, probed
-from shoal.table.cuda.export import entry_of, export_rows, write_rows
+from shoal.table.cuda.export import export_rows, read_rows, write_rows
 from shoal.table.cuda.host_rows import RowsOnHost
 from shoal.table.cuda.index import Index
 from shoal.table.cuda.memory import DeviceMemory
@@ -482,8 +482,10 @@ class CudaShard:
         scalars.whole("id", id, scalars.MIN_ID, scalars.MAX_ID, remedy="Pass an int64 id.")
         with self._reading():
             _, call = self._call(_one_group(table, torch.tensor([id], device=self.device)))
-            handles_1, _ = probed(self._memory.layout, call)
-            return entry_of(self._memory.layout, self._tables.form(table), handles_1)
+            handles_1, found_1 = probed(self._memory.layout, call)
+            form, name = self._tables.form(table), self.specs[table].name
+            found = read_rows(self._memory.layout, form, name, handles_1[found_1])
+            return rows.entry_of(found)
 
     def size(self, table: int) -> int:
         """Rows of a table."""
