@@ -193,22 +193,11 @@ def runs_of(
     unused = sorted_N if layout is None else layout.tables_KT
     chunks_WC = sorted_N if layout is None else layout.chunks_WC
     launch(
-        _list_runs,
-        (blocks_of(n, _BLOCK),),
-        unused,
-        chunks_WC,
-        chunks_WC.shape[-1],
-        sorted_N,
-        runs.runs_WN,
-        runs.pieces_WP,
-        runs.cursors_FW,
-        n,
-        room,
-        most_pieces,
-        FORMS=len(bounds),
-        BLOCK=_BLOCK,
-        num_warps=8,
-    )
+        _list_runs, (blocks_of(n, _BLOCK),),
+        unused, chunks_WC, chunks_WC.shape[-1], sorted_N, runs.runs_WN, runs.pieces_WP,
+        runs.cursors_FW, n, room, most_pieces,
+        FORMS=len(bounds), BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
     return runs
 
 
@@ -347,16 +336,10 @@ def bags_of(offsets_GB1: Tensor, batch: int, positions: int) -> Tensor:
         return bags_N
     bounds = offsets_GB1.numel() - 1
     launch(
-        _find_bags,
-        (blocks_of(positions, _SOURCES_BLOCK),),
-        offsets_GB1,
-        bags_N,
-        positions,
-        bounds,
-        batch,
-        search_steps(bounds),
+        _find_bags, (blocks_of(positions, _SOURCES_BLOCK),),
+        offsets_GB1, bags_N, positions, bounds, batch, search_steps(bounds),
         BLOCK=_SOURCES_BLOCK,
-    )
+    )  # fmt: skip
     return bags_N
 
 
@@ -538,19 +521,12 @@ def sources_of(runs: Runs, records: Sequence[GradGroups]) -> Sources:
     if n == 0:
         return sources
     launch(
-        _write_sources,
-        (blocks_of(n, _SOURCES_BLOCK),),
-        sent_words.words,
-        runs.order_N,
-        addresses_N,
-        addresses_N if factors_N is None else factors_N,
-        n,
-        sent_words.groups,
-        STEPS=search_steps(sent_words.groups),
-        POOLED=sent_words.pooled,
-        FACTORS=factors_N is not None,
-        BLOCK=_SOURCES_BLOCK,
-    )
+        _write_sources, (blocks_of(n, _SOURCES_BLOCK),),
+        sent_words.words, runs.order_N, addresses_N,
+        addresses_N if factors_N is None else factors_N, n, sent_words.groups,
+        STEPS=search_steps(sent_words.groups), POOLED=sent_words.pooled,
+        FACTORS=factors_N is not None, BLOCK=_SOURCES_BLOCK,
+    )  # fmt: skip
     return sources
 
 

@@ -497,26 +497,12 @@ def layout_backward(
     scaled, factor = scale is not None, like if scale is None else scale
     options = {"num_warps": 1 if columns <= 128 else 4}
     launch(
-        _sum_tiles,
-        (tiles, wide),
+        _sum_tiles, (tiles, wide),
         *(order, keys, entries, of_grads, of_targets, shared_sums, parts, reaches, *index),
-        *(
-            given.features,
-            given.slices,
-            factor,
-            crowded,
-            ids,
-            size,
-            given.features.shape[0],
-            wide * columns,
-        ),
-        ELEMENT=element,
-        SUM=summed,
-        IDS=TILE,
-        COLUMNS=columns,
-        SCALED=scaled,
-        **options,
-    )
+        *(given.features, given.slices, factor, crowded, ids, size, given.features.shape[0]),
+        wide * columns,
+        ELEMENT=element, SUM=summed, IDS=TILE, COLUMNS=columns, SCALED=scaled, **options,
+    )  # fmt: skip
     launch(
         _join_tiles, (tiles, wide),
         *(order, keys, of_targets, parts, reaches, *index[:2], factor, ids, wide * columns),

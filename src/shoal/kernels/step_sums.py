@@ -159,26 +159,15 @@ def sum_rows(form: RowForm, runs: Runs, sources: Sources, rows: int) -> Tensor:
     call = FormCall(0, form, runs, sources)
     partials, _ = add_pieces(call)
     launch(
-        _write_rows,
-        (programs_of(blocks_of(min(most, rows), tile), device),),
-        sums,
-        runs.runs_WN,
-        runs.runs_WN.shape[1],
-        runs.cursors_FW,
-        runs.last_run(0),
-        *call.gradients()[:2],
-        partials,
-        rows,
-        DIM=form.dim,
-        PITCH_BYTES=plan.pitch * form.real.itemsize,
-        ALIGN=sources.alignments[0],
-        REAL=plan.real,
-        FACTORS=sources.factors_N is not None,
-        ROWS=tile,
+        _write_rows, (programs_of(blocks_of(min(most, rows), tile), device),),
+        sums, runs.runs_WN, runs.runs_WN.shape[1], runs.cursors_FW, runs.last_run(0),
+        *call.gradients()[:2], partials, rows,
+        DIM=form.dim, PITCH_BYTES=plan.pitch * form.real.itemsize, ALIGN=sources.alignments[0],
+        REAL=plan.real, FACTORS=sources.factors_N is not None, ROWS=tile,
         BLOCK_D=columns_of_tile(form.dim),
         # As a step rounds: each operation by itself.
         enable_fp_fusion=False,
-    )
+    )  # fmt: skip
     return sums
 
 

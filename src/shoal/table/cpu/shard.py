@@ -70,9 +70,6 @@ class CpuTicket:
         self.core.end()
 
 
-_CPU = torch.device("cpu")
-
-
 _NAN_POLICY = {"raise": 0, "skip": 1, "clip": 2}
 _ASSIGN, _ADD, _REINITIALIZE = 0, 1, 2
 
@@ -99,9 +96,16 @@ class CpuShard:
         seed: with the table's name and the id, the key of every initial value.
         threads: threads a call may use; None follows `torch.get_num_threads()` at each call.
 
+    Attributes:
+        specs: the tables, in the order their indices name them.
+        seed: as given.
+        device: the CPU.
+
     Thread-safe. Lookups run in parallel; a method that changes rows has the shard to itself, first
     come first served. Summation order is fixed, whatever the thread count.
     """
+
+    device = torch.device("cpu")
 
     def __init__(
         self, specs: Sequence[TableSpec], *, seed: int = 0, threads: int | None = None
@@ -115,13 +119,13 @@ class CpuShard:
                 allowed=f"None or 1..{MAX_THREADS}",
                 remedy="Leave it out to follow torch.get_num_threads().",
             )
-        self._specs = tuple(specs)
+        self.specs = tuple(specs)
+        self.seed = seed
         self._core = _core.Shard([table_dict(spec, seed) for spec in specs])
         self._threads = threads
-        self._seed = seed
-        self._dims = tuple(spec.dim for spec in self._specs)
-        self._reals = tuple(rows.real_dtype(spec) for spec in self._specs)
-        self._rate_list = RateList(self._specs)
+        self._dims = tuple(spec.dim for spec in self.specs)
+        self._reals = tuple(rows.real_dtype(spec) for spec in self.specs)
+        self._rate_list = RateList(self.specs)
         self._plans: dict[tuple[int, int], _KeptPlan] = {}
 
     __reduce__ = shard_copied
@@ -129,23 +133,8 @@ class CpuShard:
     def _lanes(self) -> int:
         return self._threads or torch.get_num_threads()
 
-    @property
-    def specs(self) -> tuple[TableSpec, ...]:
-        """The tables, in the order their indices name them."""
-        return self._specs
-
-    @property
-    def device(self) -> torch.device:
-        """The CPU."""
-        return _CPU
-
-    @property
-    def seed(self) -> int:
-        """Seed of initial values."""
-        return self._seed
-
     def _groups(self, groups: IdGroups) -> Any:
-        return checks.groups(groups, len(self._specs))
+        return checks.groups(groups, len(self.specs))
 
     def _per_group(self, groups: IdGroups) -> list[Tensor]:
         if len(self._dims) == 1 and groups.tables_G.numel() == 1:
@@ -186,7 +175,7 @@ class CpuShard:
 
     def find(self, groups: IdGroups, *, out: Tensor | None = None) -> Found:
         """Read rows; never inserts. `out` [N, D] receives the rows of a single group."""
-        core = checks.groups(groups, len(self._specs))
+        core = checks.groups(groups, len(self.specs))
         if out is None:
             outputs = self._per_group(groups)
             places = [fresh_address(o) for o in outputs]
@@ -306,7 +295,7 @@ class CpuShard:
 
     def _step(self, ctx: StepContext) -> tuple[Any, ...]:
         """What the core knows of a step: learning rates, step, time, NaN policy, threads."""
-        checks.rates(ctx, self._specs)
+        checks.rates(ctx, self.specs)
         rates = self._rate_list.at(ctx.global_step, ctx.learning_rates)
         policy = (_NAN_POLICY[ctx.nan_policy], ctx.nan_clip)
         return rates, ctx.global_step, ctx.event_time_s, *policy, self._lanes()
@@ -464,7 +453,7 @@ class CpuShard:
             InputError: too many snapshots are open, `since` is of another incarnation, older than
                 the deletions that are kept or not of a closed version, or the buffer is negative.
         """
-        return CpuSnapshot(self._specs, self._core, since, buffer_bytes, self._lanes)
+        return CpuSnapshot(self.specs, self._core, since, buffer_bytes, self._lanes)
 
     def resume(self, version: int) -> Cursor:
         """After a load: close all versions up to `version` and keep deletions from here on.
@@ -485,11 +474,11 @@ class CpuShard:
 
     def export(self, table: int) -> RowChunk:
         """All rows of a table, ordered by hash."""
-        checks.table_index(table, len(self._specs))
+        checks.table_index(table, len(self.specs))
         return self._chunk(table, self._core.export(table))
 
     def _chunk(self, table: int, exported: Any) -> RowChunk:
-        chunk = rows.empty_chunk(self._specs[table], exported.n)
+        chunk = rows.empty_chunk(self.specs[table], exported.n)
         exported.copy_to(rows.pointers(chunk))
         return chunk
 
@@ -500,13 +489,13 @@ class CpuShard:
             InputError: rows is negative.
             DTypeError: no int.
         """
-        checks.table_index(table, len(self._specs))
+        checks.table_index(table, len(self.specs))
         self._core.expect(table, checks.expected_rows(rows))
 
     def load(self, table: int, chunk: RowChunk) -> None:
         """Upsert rows with their state and metadata."""
-        checks.table_index(table, len(self._specs))
-        spec = self._specs[table]
+        checks.table_index(table, len(self.specs))
+        spec = self.specs[table]
         ready = checks.chunk(chunk, spec, rows.weight_dtype(spec), rows.real_dtype(spec))
         columns = [address(tensor) for tensor in ready]
         count = ready[0].numel()
@@ -514,12 +503,12 @@ class CpuShard:
 
     def entry(self, table: int, id: int) -> Entry | None:
         """One row in full, or None."""
-        checks.table_index(table, len(self._specs))
+        checks.table_index(table, len(self.specs))
         return rows.entry_of(self._chunk(table, self._core.entry(table, id)))
 
     def size(self, table: int) -> int:
         """Rows of a table."""
-        checks.table_index(table, len(self._specs))
+        checks.table_index(table, len(self.specs))
         return int(self._core.size(table))
 
     def clear(self, table: int) -> None:
@@ -528,15 +517,15 @@ class CpuShard:
         Raises:
             TicketError: a live ticket holds rows.
         """
-        checks.table_index(table, len(self._specs))
+        checks.table_index(table, len(self.specs))
         try:
             self._core.clear(table)
         except _core.TicketStateError:
-            raise native.rows_held(self._specs[table].name) from None
+            raise native.rows_held(self.specs[table].name) from None
 
     def admission_state(self, table: int) -> AdmissionState:
         """Counts of ids without a row; survives a restart through `load_admission_state`."""
-        checks.table_index(table, len(self._specs))
+        checks.table_index(table, len(self.specs))
         return rows.admission_of(self._core, table)
 
     def load_admission_state(self, table: int, state: AdmissionState) -> None:
@@ -545,8 +534,8 @@ class CpuShard:
         Raises:
             ShapeError: the sketch has another size than the spec's.
         """
-        checks.table_index(table, len(self._specs))
-        rows.load_admission(self._core, table, self._specs[table], state)
+        checks.table_index(table, len(self.specs))
+        rows.load_admission(self._core, table, self.specs[table], state)
 
     @property
     def last_step(self) -> int:
@@ -561,7 +550,7 @@ class CpuShard:
         """Counters of every table."""
         return tuple(
             rows.stats_of(spec.name, self._core.stats(table))
-            for table, spec in enumerate(self._specs)
+            for table, spec in enumerate(self.specs)
         )
 
     def check(self) -> None:

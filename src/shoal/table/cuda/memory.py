@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.errors import OutOfDeviceMemory
@@ -244,6 +245,9 @@ class DeviceMemory:
     Attributes:
         layout: what kernels get; replaced when it grows.
         counters: what the host knows of the device's counters.
+        rows_room_K: rows that each table's chunks have room for.
+        slots_K: index slots of each table.
+        chunks: how many all tables have.
     """
 
     def __init__(self, tables: ShardTables, *, seed: int, host_rows: bool = False) -> None:
@@ -257,8 +261,8 @@ class DeviceMemory:
         self._limits_K: Counts = self._given_K
         self._lines_KT = np.zeros((len(specs), words.TABLE_WORDS), dtype=np.int64)
         self._columns_WC: Counts = np.zeros((words.CHUNK_WORDS, 64), dtype=np.int64)
-        self._chunks = 0
-        self._room_K: Counts = np.zeros(len(specs), dtype=np.int64)
+        self.chunks = 0
+        self.rows_room_K: Counts = np.zeros(len(specs), dtype=np.int64)
         for k, spec in enumerate(specs):
             form, line = forms[form_of[k]], self._lines_KT[k]
             line[words.TABLE_SALT] = to_signed(salt(spec.hash_name))
@@ -278,24 +282,9 @@ class DeviceMemory:
         self._make_room(expected_K, expected_K)
 
     @property
-    def rows_room_K(self) -> Counts:
-        """Rows that each table's chunks have room for."""
-        return self._room_K
-
-    @property
-    def slots_K(self) -> Counts:
-        """Index slots of each table."""
-        return self._slots_K
-
-    @property
-    def chunks(self) -> int:
-        """Chunks of all tables."""
-        return self._chunks
-
-    @property
     def columns_WC(self) -> Counts:
         """The columns of all chunks, as in `layout.chunks_WC`."""
-        return self._columns_WC[:, : self._chunks]
+        return self._columns_WC[:, : self.chunks]
 
     @property
     def chunks_ready(self) -> int:
@@ -312,7 +301,7 @@ class DeviceMemory:
         Raises:
             OutOfDeviceMemory: handles have no room for so many chunks; nothing has changed.
         """
-        more, first = columns_WC.shape[1], self._chunks
+        more, first = columns_WC.shape[1], self.chunks
         self._check_chunks(more)
         wider_WC = self._wider(more)
         self._append(columns_WC, sent(torch.from_numpy(columns_WC.copy()), self.device), wider_WC)
@@ -320,7 +309,7 @@ class DeviceMemory:
 
     def _wider(self, more: int) -> Tensor | None:
         """Memory for the columns of all chunks and so many more; None where there is room."""
-        last, wide = self._chunks + more, self._columns_WC.shape[1]
+        last, wide = self.chunks + more, self._columns_WC.shape[1]
         if last <= wide:
             return None
         wide = max(2 * wide, _power(last))
@@ -331,7 +320,7 @@ class DeviceMemory:
 
         Columns that are there stay as they are: another stream may be reading them.
         """
-        first, last = self._chunks, self._chunks + columns_WC.shape[1]
+        first, last = self.chunks, self.chunks + columns_WC.shape[1]
         if wider_WC is not None:
             layout, host_WC = self.layout, np.zeros(wider_WC.shape, dtype=np.int64)
             host_WC[:, :first] = self._columns_WC[:, :first]
@@ -341,7 +330,7 @@ class DeviceMemory:
             self.layout = ShardLayout(layout.tables_KT, layout.counters_KC, wider_WC)
         self._columns_WC[:, first:last] = columns_WC
         self.layout.chunks_WC[:, first:last] = sent_WC
-        self._chunks = last
+        self.chunks = last
 
     def reserve(self, new_K: Counts) -> None:
         """Make sure that `new_K` more ids of each table can be inserted, and count them.
@@ -351,21 +340,20 @@ class DeviceMemory:
         """
         counters = self.counters
         counters.poll()
-        if not self._roomy(new_K):
+        lacking_K, crowded_K = self._short(counters.flying_K + new_K)
+        if (lacking_K | crowded_K).any():
             # A host that is ahead knows little. It loses nothing by waiting until two calls are
             # left under way: the device has those to do.
             counters.wait(but=2)
-            if not self._roomy(new_K):
-                self._make_room(counters.rows_bound_K + new_K, new_K)
+            self._make_room(counters.rows_bound_K + new_K, new_K)
         counters.launched_K += new_K
 
-    def _roomy(self, new_K: Counts) -> bool:
-        """Whether so many more ids fit as things are."""
+    def _short(self, flying_K: Counts) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Which tables lack room for so many rows more than are known, and whose index is full."""
         counters = self.counters
-        flying_K, used_K = counters.flying_K + new_K, counters.used_K
-        lacking_K = np.minimum(counters.rows_K + flying_K, self._limits_K) > self._room_K
-        crowded_K = (used_K + flying_K > self._hard_K) | (used_K > self._soft_K)
-        return not (lacking_K | crowded_K).any()
+        lacking_K = np.minimum(counters.rows_K + flying_K, self._limits_K) > self.rows_room_K
+        used_K = counters.used_K
+        return lacking_K, (used_K + flying_K > self._hard_K) | (used_K > self._soft_K)
 
     def _make_room(self, rows_K: Counts, new_K: Counts) -> None:
         with suppress(torch.OutOfMemoryError, OutOfDeviceMemory):
@@ -405,7 +393,7 @@ class DeviceMemory:
                 self._own.back(self._without_memory(grown, columns_WC))
             lines_KT = self._lines_with(grown)
             if more or any(growth.slots for growth in growths.values()):
-                numbers = np.arange(self._chunks, self._chunks + more)
+                numbers = np.arange(self.chunks, self.chunks + more)
                 news = [lines_KT.reshape(-1), columns_WC.reshape(-1), numbers]
                 sent_words, wider_WC = together(news, self.device), self._wider(more)
         except Exception:
@@ -421,11 +409,11 @@ class DeviceMemory:
             self._append(columns_WC, columns.view(columns_WC.shape), wider_WC)
             self._move_indexes(grown)
             self._replace(grown, (lines_KT, lines.view(lines_KT.shape)))
-        self._room_K = np.array([table.rows for table in self._tables], dtype=np.int64)
+        self.rows_room_K = np.array([table.rows for table in self._tables], dtype=np.int64)
 
     def _allocated(self, growths: Mapping[int, Growth]) -> tuple[dict[int, TableMemory], Counts]:
         """Tables as they will be, and the columns of their further chunks."""
-        grown, first = dict[int, TableMemory](), self._chunks
+        grown, first = dict[int, TableMemory](), self.chunks
         columns = [np.zeros((words.CHUNK_WORDS, 0), dtype=np.int64)]
         for k, growth in growths.items():
             table, owned = self._tables[k], list[Tensor]()
@@ -513,19 +501,16 @@ class DeviceMemory:
                     retire(getattr(old, part))
             self._tables[k] = table
         self._lines_KT = lines[0]
-        self._slots_K: Counts = np.array([table.slots for table in self._tables], dtype=np.int64)
-        self._hard_K: Counts = self._slots_K * _HARD_SHARE[0] // _HARD_SHARE[1]
-        self._soft_K: Counts = self._slots_K * _SOFT_SHARE[0] // _SOFT_SHARE[1]
+        self.slots_K: Counts = np.array([table.slots for table in self._tables], dtype=np.int64)
+        self._hard_K: Counts = self.slots_K * _HARD_SHARE[0] // _HARD_SHARE[1]
+        self._soft_K: Counts = self.slots_K * _SOFT_SHARE[0] // _SOFT_SHARE[1]
         self.layout.tables_KT.copy_(lines[1], non_blocking=True)
 
     def _growths(self, rows_K: Counts, *, least: bool) -> dict[int, Growth]:
         """What tables lack for so many rows."""
         growths = {}
         # Steady tables are many and cost nothing here.
-        lacking_K = np.minimum(rows_K, self._limits_K) > self._room_K
-        flying_K = np.maximum(rows_K - self.counters.rows_K, 0)
-        used_K = self.counters.used_K
-        crowded_K = (used_K + flying_K > self._hard_K) | (used_K > self._soft_K)
+        lacking_K, crowded_K = self._short(np.maximum(rows_K - self.counters.rows_K, 0))
         for k in np.flatnonzero(lacking_K | crowded_K).tolist():
             slots = self._slots_for(k, int(rows_K[k])) if crowded_K[k] else 0
             growths[k] = self._growth(k, int(rows_K[k]), slots, least=least)
@@ -538,7 +523,7 @@ class DeviceMemory:
             ahead = min(table.rows // _GROWTH, _GROWTH_BYTES // bytes_of_row(table.form))
             target = min(max(target, table.rows + ahead), limit)
         reach = target
-        if self._own is not None and not least and self._chunks < MOST_CHUNKS // 2:
+        if self._own is not None and not least and self.chunks < MOST_CHUNKS // 2:
             # Addresses cost nothing: chunks become more when the index does, seldom.
             filled = _share(slots or table.slots, _HARD_SHARE)
             reach = max(target, min(filled, limit))
@@ -555,11 +540,11 @@ class DeviceMemory:
         return slots
 
     def _check_chunks(self, more: int) -> None:
-        if self._chunks + more <= MOST_CHUNKS:
+        if self.chunks + more <= MOST_CHUNKS:
             return
         raise OutOfDeviceMemory(
             "chunks of rows of a GPU shard",
-            got=f"{more} wanted on top of {self._chunks}",
+            got=f"{more} wanted on top of {self.chunks}",
             allowed=f"{MOST_CHUNKS} in all, of {words.CHUNK_ROWS} rows and less",
             remedy="Spread the tables over more shards, or give them a row budget "
             "(capacity_rows with on_full='lru' or 'lfu').",

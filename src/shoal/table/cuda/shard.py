@@ -30,7 +30,7 @@ from shoal.table.cuda.snapshots import CudaSnapshot, History
 from shoal.table.cuda.stepper import Stepper
 from shoal.table.cuda.ticket import CudaTicket, LiveTickets
 from shoal.table.cuda.turns import Turns
-from shoal.table.factory import shard_copied
+from shoal.table.factory import missing_device, shard_copied
 from shoal.table.shard import (
     BUFFER_BYTES,
     Found,
@@ -64,6 +64,12 @@ class CudaShard:
     Under nan_policy="raise" rows with a non-finite gradient are left as they are by the kernel;
     NonFiniteGradient is raised by a later method that knows, at the latest by `check()`.
 
+    Attributes:
+        specs: the tables, in the order their indices name them.
+        seed: as given.
+        device: where ids, rows and gradients are.
+        last_step: global step of the last update: what reads without a step use (OneBit's scale).
+
     Raises:
         DeviceUnavailable: no such device here, or no Triton.
         OutOfDeviceMemory: no room for the expected rows or the cache.
@@ -83,9 +89,9 @@ class CudaShard:
             raise _not_host_rows(host_rows)
         where = _placed(torch.device(device))
         tables = self._tables = ShardTables(tuple(specs), *forms_of(specs), where)
-        self._seed = seed
+        self.specs, self.seed, self.device = tables.specs, seed, where
         self._host_rows = host_rows
-        self._last_step = 0
+        self.last_step = 0
         with native.enough_memory("indexes of a GPU shard", where):
             self._memory = DeviceMemory(tables, seed=seed, host_rows=host_rows is not None)
         if where.type == "cuda":
@@ -107,33 +113,9 @@ class CudaShard:
     __reduce__ = shard_copied
 
     @property
-    def specs(self) -> tuple[TableSpec, ...]:
-        """The tables, in the order their indices name them."""
-        return self._tables.specs
-
-    @property
-    def seed(self) -> int:
-        """Seed of initial values."""
-        return self._seed
-
-    @property
-    def device(self) -> torch.device:
-        """Where ids, rows and gradients are."""
-        return self._tables.device
-
-    @property
     def settings(self) -> dict[str, object]:
         """What a copy is made with, besides specs, seed and device."""
         return {"host_rows": self._host_rows}
-
-    @property
-    def last_step(self) -> int:
-        """Global step of the last update: what reads without a step use (OneBit's scale)."""
-        return self._last_step
-
-    @last_step.setter
-    def last_step(self, step: int) -> None:
-        self._last_step = step
 
     def _call(self, groups: IdGroups) -> tuple[CallShape, CallGroups]:
         shape = self._shapes.of(groups)
@@ -156,7 +138,7 @@ class CudaShard:
         """Read rows; never inserts."""
         with self._turns:
             shape, call = self._call(groups)
-            return Found(*self._reader.found(shape, call, self._last_step))
+            return Found(*self._reader.found(shape, call, self.last_step))
 
     def find_pooled(
         self, groups: IdGroups, plan: PoolPlan, offsets_GB1: Tensor, weights_N: Tensor | None
@@ -165,7 +147,7 @@ class CudaShard:
         with self._turns:
             shape, call = self._call(groups)
             handles_N, _ = probed(self._memory.layout, call)
-            bags = (plan, offsets_GB1, weights_N, self._last_step)
+            bags = (plan, offsets_GB1, weights_N, self.last_step)
             return self._reader.pooled(shape, call, handles_N, *bags, initial=False)
 
     def find_or_init(
@@ -327,7 +309,7 @@ class CudaShard:
             self._stepped(ctx)
 
     def _stepped(self, ctx: StepContext) -> None:
-        self._last_step = ctx.global_step
+        self.last_step = ctx.global_step
         if self._host is not None:
             self._host.stepped()
 
@@ -415,7 +397,7 @@ class CudaShard:
         self._history.keep(handles_M, forms=(self._tables.form_of[table],))
         metadata_4M = read_metadata(layout, handles_M)
         ids_M = metadata_4M[0].cpu()
-        weights = _initial_weights(spec, ids_M, self._seed).to(form.dtype)
+        weights = _initial_weights(spec, ids_M, self.seed).to(form.dtype)
         state = torch.cat([s.optimizer.init_state(s.dim, form.real) for s in spec.segments])
         state_MS = state.expand(len(ids_M), -1).contiguous()
         write_values(layout, form, handles_M, weights.to(self.device), state_MS.to(self.device))
@@ -651,13 +633,8 @@ def _not_host_rows(got: object) -> ConfigError:
 def _placed(device: torch.device) -> torch.device:
     """The device with its number; the CPU only where kernels are interpreted."""
     if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise DeviceUnavailable(
-                "device of a GPU shard",
-                got=str(device),
-                allowed="a CUDA device that torch sees",
-                remedy="Use device='cpu', or install a CUDA build of torch on a GPU machine.",
-            )
+        if (missing := missing_device(device)) is not None:
+            raise missing
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.device("cuda", index)
     import triton  # type: ignore[import-untyped]

@@ -168,9 +168,7 @@ class History:
         # taken its stamp: a younger snapshot that stamped it again would show older ones two rows.
         skipped = int(memory.counters.known_KC[:, words.COUNT_NONFINITE].sum())
         if images is None or not images.joinable or images.skipped != skipped:
-            images = DeviceImages(
-                memory.layout, tables.specs, tables.forms, tables.form_of, skipped
-            )
+            images = DeviceImages(memory.layout, tables, skipped)
         spans, columns_WC = self._handed_out(), memory.columns_WC[:, : memory.chunks_ready]
         rows = images.join(memory.layout, columns_WC, spans, versions, buffer_bytes)
         made = CudaSnapshot(self, deleted, images, rows)
