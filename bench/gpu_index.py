@@ -24,7 +24,7 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
 from shoal.kernels import index as table_index  # noqa: E402
-from shoal.kernels.index import erase, list_handles, new_entries, probe, rebuild  # noqa: E402  # noqa: E402
+from shoal.kernels.index import erase, list_handles, new_entries, probe, rebuild  # noqa: E402
 from shoal.kernels.tables import (  # noqa: E402
     CHUNK_IDS,
     CHUNK_ROWS,
