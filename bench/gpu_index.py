@@ -24,7 +24,7 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
 from shoal.kernels import index as table_index  # noqa: E402
-from shoal.kernels.index import erase, list_handles, new_entries, probe, rebuild  # noqa: E402  # noqa: E402
+from shoal.kernels.index import erase, list_handles, new_entries, probe, rebuild  # noqa: E402
 from shoal.kernels.tables import (  # noqa: E402
     CHUNK_IDS,
     CHUNK_ROWS,
@@ -165,11 +165,9 @@ def one_table(slots: int, batch: int) -> Iterator[tuple[str, Measured]]:
 def taken_out(index: Index, query: Tensor, find: float) -> Iterator[tuple[str, Measured]]:
     """List a full index, erase half of its rows, find the others, rebuild it."""
     rows = index.free.shape[1]
-    handles = torch.empty(rows, dtype=torch.int32, device=DEVICE)
-    size = torch.empty(1, dtype=torch.int32, device=DEVICE)
-    slots = index.slots + 8
-    listed = rate(slots, lambda: list_handles(index.layout, 0, index.slots, handles, size))
+    listed = rate(index.slots + 8, lambda: list_handles(index.entries[0]))
     yield "list handles, slots", Measured(ours=listed)
+    handles = list_handles(index.entries[0])
     known = index.call(query)()
     gone = handles[torch.randperm(rows, device=DEVICE)[: rows // 2]].contiguous()
     warm, rest = gone[:1], gone[1:]

@@ -128,25 +128,19 @@ def move_counters(
 
 
 COUNTER_WORDS = 16
-COUNTER_KIND = 0
-COUNTER_KEYS, COUNTER_CELLS, COUNTER_MASK, COUNTER_SALT, COUNTER_DEPTH = 1, 2, 3, 4, 5
-COUNTER_VALUES, COUNTER_SHIFT, COUNTER_SLOTS = (
-    6,
-    7,
-    8,
-)  # occurrences needed by slot: address, shift, mask
+COUNTER_KIND, COUNTER_KEYS, COUNTER_CELLS = 0, 1, 2
+COUNTER_MASK, COUNTER_SALT, COUNTER_DEPTH = 3, 4, 5
+# Occurrences needed by slot: address, shift, mask.
+COUNTER_VALUES, COUNTER_SHIFT, COUNTER_SLOTS = 6, 7, 8
 NONE, EXACT, SKETCH = 0, 1, 2
 
 
 _GOLDEN = -0x61C8864680B583EB
 
 _SIGHT_WORDS = tl.constexpr(COUNTER_WORDS)
-_KIND, _KEYS = tl.constexpr(COUNTER_KIND), tl.constexpr(COUNTER_KEYS)
-_CELLS, _MASK = tl.constexpr(COUNTER_CELLS), tl.constexpr(COUNTER_MASK)
-_SALT, _DEPTH = tl.constexpr(COUNTER_SALT), tl.constexpr(COUNTER_DEPTH)
-_VALUES, _SHIFT = tl.constexpr(COUNTER_VALUES), tl.constexpr(COUNTER_SHIFT)
-_SLOTS = tl.constexpr(COUNTER_SLOTS)
-_NONE, _EXACT, _SKETCH = tl.constexpr(NONE), tl.constexpr(EXACT), tl.constexpr(SKETCH)
+_KIND, _KEYS, _CELLS, _MASK, _SALT = map(tl.constexpr, range(5))
+_DEPTH, _VALUES, _SHIFT, _SLOTS = map(tl.constexpr, range(5, 9))
+_NONE, _EXACT, _SKETCH = map(tl.constexpr, range(3))
 
 _FACTOR = tl.constexpr(_GOLDEN)
 _LEAST_BLOCK = tl.constexpr(16)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,8 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal.kernels.gradients import Runs
-from shoal.kernels.launch import launch
+from shoal.kernels.launch import blocks_of, launch, power_of_2, shared_programs
+from shoal.kernels.rounding import row_pointers
 from shoal.kernels.step_tiles import run_words, runs_listed
 from shoal.kernels.tables import STATE_AT, WEIGHTS_AT, RowForm, ShardLayout, row_address
 
@@ -23,7 +23,6 @@ TALLY_HITS, TALLY_MISSES, TALLY_PLACED, TALLY_WRITTEN = 0, 1, 2, 3
 _HITS, _MISSES, _PLACED, _WRITTEN = map(tl.constexpr, range(TALLY_WORDS))
 
 _BLOCK = 1024
-_INTERPRETED_PROGRAMS = 2
 
 _NO_HOME = tl.constexpr(VACANT)
 
@@ -50,16 +49,8 @@ class CacheMaps:
     pools: tuple[range, ...]
 
 
-@functools.lru_cache(maxsize=16)
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def programs_of(tiles: int, device: torch.device, each: int = 8) -> int:
-    """Programs for so many tiles at most: `each` on every multiprocessor."""
-    if device.type != "cuda":
-        return min(tiles, _INTERPRETED_PROGRAMS)
-    return min(tiles, each * _multiprocessors(device))
+def programs_of(tiles: int, device: torch.device) -> int:
+    return shared_programs(tiles, device, 8)
 
 
 def new_maps(
@@ -121,12 +112,11 @@ def translate(maps: CacheMaps, handles_N: Tensor) -> Tensor:
     out_N = torch.empty_like(handles_N)
     n = handles_N.numel()
     if n:
-        with torch.cuda.device_of(out_N):  # type: ignore[no-untyped-call]
-            launch(
-                _translate, (triton.cdiv(n, _BLOCK),),
-                handles_N, maps.payload_H, out_N, n,
-                BLOCK=_BLOCK,
-            )  # fmt: skip
+        launch(
+            _translate, (blocks_of(n, _BLOCK),),
+            handles_N, maps.payload_H, out_N, n,
+            BLOCK=_BLOCK,
+        )  # fmt: skip
     return out_N
 
 
@@ -135,16 +125,15 @@ def mark_dirty(maps: CacheMaps, runs: Runs) -> None:
     device = maps.dirty_S.device
     if maps.dirty_S.numel() == 0:
         return
-    with torch.cuda.device_of(maps.dirty_S):  # type: ignore[no-untyped-call]
-        for form, room in enumerate(runs.rooms):
-            if room:
-                launch(
-                    _mark_dirty, (programs_of(triton.cdiv(room, _BLOCK), device),),
-                    runs.runs_WN, runs.runs_WN.shape[1], runs.cursors_FW, form,
-                    runs.first_run(form), runs.last_run(form), maps.payload_H, maps.dirty_S,
-                    maps.base,
-                    BLOCK=_BLOCK,
-                )  # fmt: skip
+    for form, room in enumerate(runs.rooms):
+        if room:
+            launch(
+                _mark_dirty, (programs_of(blocks_of(room, _BLOCK), device),),
+                runs.runs_WN, runs.runs_WN.shape[1], runs.cursors_FW, form,
+                runs.first_run(form), runs.last_run(form), maps.payload_H, maps.dirty_S,
+                maps.base,
+                BLOCK=_BLOCK,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["base", "known"])  # type: ignore[untyped-decorator]
@@ -172,36 +161,21 @@ def drop(maps: CacheMaps, handles_M: Tensor, size_1: Tensor) -> None:
 
     handles_M: int32, distinct, the first `size_1` (on the device) of which count.
     """
-    tiles = triton.cdiv(handles_M.numel(), _BLOCK)
+    tiles = blocks_of(handles_M.numel(), _BLOCK)
     if tiles == 0 or maps.home_S.numel() == 0:
         return
-    with torch.cuda.device_of(handles_M):  # type: ignore[no-untyped-call]
-        launch(
-            _drop, (programs_of(tiles, handles_M.device),),
-            handles_M, size_1, maps.payload_H, maps.home_S, maps.dirty_S, maps.base,
-            maps.payload_H.numel(),
-            BLOCK=_BLOCK,
-        )  # fmt: skip
+    launch(
+        _drop, (programs_of(tiles, handles_M.device),),
+        handles_M, size_1, maps.payload_H, maps.home_S, maps.dirty_S, maps.base,
+        maps.payload_H.numel(),
+        BLOCK=_BLOCK,
+    )  # fmt: skip
 
 
 _TILE_BYTES = 8192
 _MOST_WORDS = 128  # of 8 bytes: columns of a tile
 _MOST_ROWS = 64
 _PROGRAMS = 2  # on each multiprocessor: enough for the bus, and leaves room next to a model
-
-
-@dataclass(frozen=True, slots=True)
-class Moves:
-    """Rows to be moved through slots; the first `count` of each list count.
-
-    count_1: int32 [1]. slots_M: int32. outs_M: int32, home handle that the slot's present content
-    goes to, or -1. ins_M: int32, home handle that its next content comes from; None for none.
-    """
-
-    count_1: Tensor
-    slots_M: Tensor
-    outs_M: Tensor
-    ins_M: Tensor | None
 
 
 @triton.jit(do_not_specialize=["first", "slots", "keep_from", "base"])  # type: ignore[untyped-decorator]
@@ -233,13 +207,6 @@ def _collect(  # type: ignore[no-untyped-def]
             tl.store(home_ptr + slot, home * 0 + _NO_HOME, mask=held)
 
 
-@triton.jit
-def _words_at(address_R, column_C):  # type: ignore[no-untyped-def]
-    # What is known of an integer is lost as it becomes a pointer, so the pointer is told.
-    row = tl.multiple_of(address_R.to(tl.pointer_type(tl.int64)), 16)
-    return row[:, None] + column_C[None, :]
-
-
 @triton.jit  # type: ignore[untyped-decorator]
 def _exchange(  # type: ignore[no-untyped-def]
     chunks_ptr, columns, payload, out, new, live,
@@ -255,13 +222,13 @@ def _exchange(  # type: ignore[no-untyped-def]
         column = start + tl.arange(0, BLOCK)
         inside = live[:, None] & (column < WORDS)[None, :]
         leaving = leaves[:, None] & (column < WORDS)[None, :]
-        kept = tl.load(_words_at(slot_at, column), mask=leaving, other=0)
+        kept = tl.load(row_pointers(slot_at, column, tl.int64), mask=leaving, other=0)
         if FETCH:
-            came = tl.load(_words_at(new_at, column), mask=inside, other=0)
+            came = tl.load(row_pointers(new_at, column, tl.int64), mask=inside, other=0)
             # All of the old row is read before any of it is overwritten.
             tl.debug_barrier()
-            tl.store(_words_at(slot_at, column), came, mask=inside)
-        tl.store(_words_at(out_at, column), kept, mask=leaving)
+            tl.store(row_pointers(slot_at, column, tl.int64), came, mask=inside)
+        tl.store(row_pointers(out_at, column, tl.int64), kept, mask=leaving)
 
 
 @triton.jit(do_not_specialize=["columns", "base"])  # type: ignore[untyped-decorator]
@@ -289,23 +256,36 @@ def _move(  # type: ignore[no-untyped-def]
 
 
 def _block(words: int) -> int:
-    return min(int(triton.next_power_of_2(max(words, 1))), _MOST_WORDS)
+    return min(power_of_2(max(words, 1)), _MOST_WORDS)
 
 
-def move(layout: ShardLayout, maps: CacheMaps, form: RowForm, moves: Moves) -> None:
-    """Copy rows between slots and homes, both ways at once: the bus carries both ways at once."""
+def _moved(
+    layout: ShardLayout,
+    maps: CacheMaps,
+    form: RowForm,
+    count_1: Tensor,
+    slots_M: Tensor,
+    outs_M: Tensor,
+    ins_M: Tensor | None,
+) -> None:
+    """Copy rows between slots and homes, both ways at once: the bus carries both ways at once.
+
+    Args:
+        count_1: int32 [1], how many of each list count.
+        slots_M: int32.
+        outs_M: int32, home handle that the slot's present content goes to, or -1.
+        ins_M: int32, home handle that its next content comes from; None for none.
+    """
     weight_words, state_words = form.weight_bytes // 8, form.state_bytes // 8
     block_w, block_s = _block(weight_words), _block(state_words)
     rows = min(max(_TILE_BYTES // (8 * max(block_w, block_s)), 1), _MOST_ROWS)
-    slots_M = moves.slots_M
-    if slots_M.numel() == 0:
-        return
-    with torch.cuda.device_of(slots_M):  # type: ignore[no-untyped-call]
+    tiles = blocks_of(slots_M.numel(), rows)
+    if tiles:
         launch(
-            _move, (programs_of(triton.cdiv(slots_M.numel(), rows), slots_M.device, _PROGRAMS),),
-            *layout.chunks, moves.count_1, slots_M, moves.outs_M,
-            slots_M if moves.ins_M is None else moves.ins_M, maps.base,
-            WEIGHT_WORDS=weight_words, STATE_WORDS=state_words, FETCH=moves.ins_M is not None,
+            _move, (shared_programs(tiles, slots_M.device, _PROGRAMS),),
+            *layout.chunks, count_1, slots_M, outs_M, slots_M if ins_M is None else ins_M,
+            maps.base,
+            WEIGHT_WORDS=weight_words, STATE_WORDS=state_words, FETCH=ins_M is not None,
             ROWS=rows, BLOCK_W=block_w, BLOCK_S=block_s,
         )  # fmt: skip
 
@@ -328,14 +308,13 @@ def sweep(
     device = maps.home_S.device
     count_1 = torch.zeros(1, dtype=torch.int32, device=device)
     slots_M, outs_M = torch.empty(2, len(pool), dtype=torch.int32, device=device)
-    with torch.cuda.device_of(count_1):  # type: ignore[no-untyped-call]
-        launch(
-            _collect, (programs_of(triton.cdiv(len(pool), _BLOCK), device),),
-            maps.payload_H, maps.home_S, maps.used_S, maps.dirty_S, maps.tallies, count_1, slots_M,
-            outs_M, pool.start, len(pool), keep_from, maps.base,
-            FORGET=forget, BLOCK=_BLOCK,
-        )  # fmt: skip
-    move(layout, maps, form, Moves(count_1, slots_M, outs_M, None))
+    launch(
+        _collect, (programs_of(blocks_of(len(pool), _BLOCK), device),),
+        maps.payload_H, maps.home_S, maps.used_S, maps.dirty_S, maps.tallies, count_1, slots_M,
+        outs_M, pool.start, len(pool), keep_from, maps.base,
+        FORGET=forget, BLOCK=_BLOCK,
+    )  # fmt: skip
+    _moved(layout, maps, form, count_1, slots_M, outs_M, None)
 
 
 HALVED_AFTER = 64
@@ -506,62 +485,32 @@ def admit(
     tick: number of this use, larger than any before. keep_from: slots last used at this tick or
     later keep their rows; at most `tick`.
     """
-    for number, form in enumerate(forms):
-        if runs.rooms[number]:
-            _admit_form(layout, maps, form, number, runs, tick, keep_from, lfu)
-
-
-def _admit_form(
-    layout: ShardLayout,
-    maps: CacheMaps,
-    form: RowForm,
-    number: int,
-    runs: Runs,
-    tick: int,
-    keep_from: int,
-    lfu: bool,
-) -> None:
-    pool, room, device = maps.pools[number], runs.rooms[number], maps.home_S.device
-    work = torch.zeros(_WORDS, dtype=torch.int32, device=device)
-    missing = torch.empty(room, dtype=torch.int32, device=device)
-    uses = maps.uses_S if lfu else maps.used_S
-    with torch.cuda.device_of(work):  # type: ignore[no-untyped-call]
+    device, uses = maps.home_S.device, maps.uses_S if lfu else maps.used_S
+    for number, (form, room, pool) in enumerate(zip(forms, runs.rooms, maps.pools, strict=True)):
+        if not room:
+            continue
+        work = torch.zeros(_WORDS, dtype=torch.int32, device=device)
+        missing = torch.empty(room, dtype=torch.int32, device=device)
         launch(
-            _mark, (programs_of(triton.cdiv(room, _BLOCK), device),),
+            _mark, (programs_of(blocks_of(room, _BLOCK), device),),
             runs.runs_WN, runs.runs_WN.shape[1], runs.cursors_FW, number, runs.first_run(number),
             runs.last_run(number), maps.payload_H, maps.used_S, uses, maps.tallies, maps.base, tick,
             work, missing,
             LFU=lfu, BLOCK=_BLOCK,
         )  # fmt: skip
-        if pool:
-            moves = _taken(maps, pool, work, missing, tick, keep_from, lfu)
-            move(layout, maps, form, moves)
-
-
-def _taken(
-    maps: CacheMaps,
-    pool: range,
-    work: Tensor,
-    missing: Tensor,
-    tick: int,
-    keep_from: int,
-    lfu: bool,
-) -> Moves:
-    """Give slots of a pool to missing rows, and say what is to be moved."""
-    uses = maps.uses_S if lfu else maps.used_S
-    grid = (programs_of(triton.cdiv(len(pool), _BLOCK), work.device),)
-    launch(
-        _classes, grid,
-        maps.home_S, maps.used_S, uses, pool.start, len(pool), tick, keep_from, work,
-        LFU=lfu, BLOCK=_BLOCK,
-    )  # fmt: skip
-    slots, outs = torch.empty(
-        2, min(len(missing), len(pool)), dtype=torch.int32, device=work.device
-    )
-    launch(
-        _take, grid,
-        maps.payload_H, maps.home_S, maps.used_S, uses, maps.dirty_S, maps.tallies, pool.start,
-        len(pool), maps.base, tick, keep_from, work, missing, slots, outs,
-        LFU=lfu, BLOCK=_BLOCK,
-    )  # fmt: skip
-    return Moves(work[_MOVED:], slots, outs, missing)
+        if not pool:
+            continue
+        grid = (programs_of(blocks_of(len(pool), _BLOCK), device),)
+        launch(
+            _classes, grid,
+            maps.home_S, maps.used_S, uses, pool.start, len(pool), tick, keep_from, work,
+            LFU=lfu, BLOCK=_BLOCK,
+        )  # fmt: skip
+        slots, outs = torch.empty(2, min(room, len(pool)), dtype=torch.int32, device=device)
+        launch(
+            _take, grid,
+            maps.payload_H, maps.home_S, maps.used_S, uses, maps.dirty_S, maps.tallies, pool.start,
+            len(pool), maps.base, tick, keep_from, work, missing, slots, outs,
+            LFU=lfu, BLOCK=_BLOCK,
+        )  # fmt: skip
+        _moved(layout, maps, form, work[_MOVED:], slots, outs, missing)

@@ -15,8 +15,8 @@ from torch import Tensor
 from shoal.kernels.host_copies import staged
 from shoal.kernels.launch import blocks_of, launch
 from shoal.kernels.tables import (
-    CHUNK_TABLE,
-    TABLE_FORM,
+    FORM_AT,
+    TABLE_AT,
     ShardLayout,
     chunk_word,
     group_of,
@@ -33,8 +33,6 @@ _SHORT = tl.constexpr(2)  # as many as the step asks for at a time
 _COLD = tl.constexpr(COLD_RUN)
 _SHORTEST = tl.constexpr(SHORTEST_PIECE)
 _DOUBLINGS = tl.constexpr(12)  # pieces of up to 2^18 positions
-_TABLE = tl.constexpr(CHUNK_TABLE)
-_FORM = tl.constexpr(TABLE_FORM)
 
 
 # Made at every call, as some more below: a named tuple costs a third of a frozen dataclass.
@@ -131,8 +129,8 @@ def _list_runs(  # type: ignore[no-untyped-def]
     items = tl.where(hot, (length + piece - 1) // piece, length)
     form = handle * 0
     if FORMS > 1:
-        table = chunk_word(chunks_ptr, columns, handle, head, _TABLE)
-        form = table_word(tables_ptr, table, head, _FORM).to(tl.int32)
+        table = chunk_word(chunks_ptr, columns, handle, head, TABLE_AT)
+        form = table_word(tables_ptr, table, head, FORM_AT).to(tl.int32)
     for number in range(FORMS):
         mine = head & (form == number)
         shorts = (mine & (length <= _SHORT)).to(tl.int32)
@@ -195,22 +193,11 @@ def runs_of(
     unused = sorted_N if layout is None else layout.tables_KT
     chunks_WC = sorted_N if layout is None else layout.chunks_WC
     launch(
-        _list_runs,
-        (blocks_of(n, _BLOCK),),
-        unused,
-        chunks_WC,
-        chunks_WC.shape[-1],
-        sorted_N,
-        runs.runs_WN,
-        runs.pieces_WP,
-        runs.cursors_FW,
-        n,
-        room,
-        most_pieces,
-        FORMS=len(bounds),
-        BLOCK=_BLOCK,
-        num_warps=8,
-    )
+        _list_runs, (blocks_of(n, _BLOCK),),
+        unused, chunks_WC, chunks_WC.shape[-1], sorted_N, runs.runs_WN, runs.pieces_WP,
+        runs.cursors_FW, n, room, most_pieces,
+        FORMS=len(bounds), BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
     return runs
 
 
@@ -235,12 +222,9 @@ _SCALE = 9  # bits of a float64
 _POSITION, _SUM, _MEAN, _FIRST_N = 0, 1, 2, 3
 _KINDS = {"sum": _SUM, "mean": _MEAN, "first_n": _FIRST_N}
 
-_T_WORDS = tl.constexpr(_WORDS)
-_T_BASE, _T_STRIDE, _T_KIND = tl.constexpr(_BASE), tl.constexpr(_STRIDE), tl.constexpr(_KIND)
-_T_LENGTH, _T_LANE, _T_BAGS = tl.constexpr(_LENGTH), tl.constexpr(_LANE), tl.constexpr(_BAGS)
-_T_OFFSETS, _T_WEIGHTS = tl.constexpr(_OFFSETS), tl.constexpr(_WEIGHTS)
-_T_WITHIN, _T_SCALE = tl.constexpr(_WITHIN), tl.constexpr(_SCALE)
-_T_MEAN, _T_FIRST_N = tl.constexpr(_MEAN), tl.constexpr(_FIRST_N)
+_T_WORDS, _T_MEAN, _T_FIRST_N = map(tl.constexpr, (_WORDS, _MEAN, _FIRST_N))
+_T_BASE, _T_STRIDE, _T_KIND, _T_LENGTH, _T_LANE = map(tl.constexpr, range(5))
+_T_BAGS, _T_OFFSETS, _T_WEIGHTS, _T_WITHIN, _T_SCALE = map(tl.constexpr, range(5, 10))
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,16 +336,10 @@ def bags_of(offsets_GB1: Tensor, batch: int, positions: int) -> Tensor:
         return bags_N
     bounds = offsets_GB1.numel() - 1
     launch(
-        _find_bags,
-        (blocks_of(positions, _SOURCES_BLOCK),),
-        offsets_GB1,
-        bags_N,
-        positions,
-        bounds,
-        batch,
-        search_steps(bounds),
+        _find_bags, (blocks_of(positions, _SOURCES_BLOCK),),
+        offsets_GB1, bags_N, positions, bounds, batch, search_steps(bounds),
         BLOCK=_SOURCES_BLOCK,
-    )
+    )  # fmt: skip
     return bags_N
 
 
@@ -547,19 +525,12 @@ def sources_of(runs: Runs, records: Sequence[GradGroups]) -> Sources:
     if n == 0:
         return sources
     launch(
-        _write_sources,
-        (blocks_of(n, _SOURCES_BLOCK),),
-        sent_words.words,
-        runs.order_N,
-        addresses_N,
-        addresses_N if factors_N is None else factors_N,
-        n,
-        sent_words.groups,
-        STEPS=search_steps(sent_words.groups),
-        POOLED=sent_words.pooled,
-        FACTORS=factors_N is not None,
-        BLOCK=_SOURCES_BLOCK,
-    )
+        _write_sources, (blocks_of(n, _SOURCES_BLOCK),),
+        sent_words.words, runs.order_N, addresses_N,
+        addresses_N if factors_N is None else factors_N, n, sent_words.groups,
+        STEPS=search_steps(sent_words.groups), POOLED=sent_words.pooled,
+        FACTORS=factors_N is not None, BLOCK=_SOURCES_BLOCK,
+    )  # fmt: skip
     return sources
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,36 @@ def retire(*tensors: Tensor) -> None:
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+class Landing(NamedTuple):
+    """A copy on its way to the host, and the event after which it is there; None: it is."""
+
+    host: Tensor
+    arrived: torch.cuda.Event | None
+
+    def here(self, *, wait: bool) -> bool:
+        """Whether it has arrived; with `wait`, it has."""
+        if self.arrived is None:
+            return True
+        if wait:
+            self.arrived.synchronize()
+        return wait or bool(self.arrived.query())  # type: ignore[no-untyped-call]
+
+
+def landing(tensor: Tensor, into: Tensor | None = None) -> Landing:
+    """Start to copy what a tensor holds to the host; nobody waits.
+
+    into: pinned memory for it; None: further memory.
+    """
+    if tensor.device.type != "cuda":
+        return Landing(tensor.clone(), None)
+    if into is None:
+        into = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
+    into.copy_(tensor, non_blocking=True)
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    arrived.record(torch.cuda.current_stream(tensor.device))
+    return Landing(into, arrived)
 
 
 class _Ring:

@@ -18,6 +18,7 @@ from shoal.kernels.tables import (
     ENTRIES_AT,
     ERASED,
     ERASED_AT,
+    ERASED_KEY,
     EVICTED_AT,
     FREE_AT,
     FREE_LIST_AT,
@@ -34,6 +35,7 @@ from shoal.kernels.tables import (
     ShardLayout,
     chunk_word,
     group_of,
+    id_of,
     issued_handle,
     mix64,
     row_address,
@@ -284,7 +286,7 @@ def _bytes(flags: Tensor) -> Tensor:
 _ERASE_BLOCK, _ERASE_WARPS = 64, 1
 _REBUILD_BLOCK, _REBUILD_WARPS = 64, 1
 _FOLD_BLOCK = 128
-_LIST_BLOCK = 1024
+_LIST_BUCKETS = 1 << 20  # at a time: what finds their places takes memory
 
 
 @triton.jit(do_not_specialize=["tables"])  # type: ignore[untyped-decorator]
@@ -319,8 +321,7 @@ def _erase(  # type: ignore[no-untyped-def]
         table = chunk_word(chunks_ptr, columns, handle, live, TABLE_AT).to(tl.int32)
         # Idle lanes side with a live one, so that they do not split the program's counts.
         table = tl.where(live, table, tl.max(table, axis=0))
-        home = row_address(chunks_ptr, columns, handle, 8, live, IDS_AT)
-        id_ = tl.load(home.to(tl.pointer_type(tl.int64)), mask=live, other=0)
+        id_ = id_of(chunks_ptr, columns, handle, live)
         entries = table_word(tables_ptr, table, live, ENTRIES_AT)
         mask = table_word(tables_ptr, table, live, MASK_AT)
         bucket = first_bucket(id_, table_word(tables_ptr, table, live, SALT_AT), mask)
@@ -350,30 +351,6 @@ def _rebuild(old_ptr, new_ptr, slots, mask, salt, BLOCK: tl.constexpr):  # type:
         slot, _, _ = walk(new, first_bucket(key, salt, masks), masks, key, live)
         slot, won, _ = claim(new, slot, masks, key, live)
         tl.store(handle_at(new, slot), handle, mask=won)
-
-
-@triton.jit(do_not_specialize=["table", "slots", "room"])  # type: ignore[untyped-decorator]
-def _list(  # type: ignore[no-untyped-def]
-    tables_ptr, counts_ptr, ends_ptr, out_ptr, size_ptr, table, slots, room,
-    COUNT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    at = program * BLOCK + tl.arange(0, BLOCK)
-    entries = at * 0 + table_word(tables_ptr, table, table >= 0, ENTRIES_AT)
-    inside = at < slots + _SLOTS
-    key = tl.load(key_at(entries, at), mask=inside, other=EMPTY)
-    live = (key > ERASED).to(tl.int32)
-    count = tl.sum(live, axis=0)
-    if COUNT:
-        tl.store(counts_ptr + program, count)
-    else:
-        end = tl.load(ends_ptr + program)
-        rank = end - count + tl.cumsum(live, axis=0) - 1
-        kept = (live > 0) & (rank < room)
-        handle = tl.load(handle_at(entries, at), mask=kept, other=-1)
-        tl.store(out_ptr + rank, handle, mask=kept)
-        if program == tl.num_programs(0) - 1:
-            tl.store(size_ptr, end)
 
 
 def fold(layout: ShardLayout) -> None:
@@ -418,22 +395,12 @@ def rebuild(old_entries: Tensor, new_entries: Tensor, salt: int) -> None:
     )  # fmt: skip
 
 
-def list_handles(
-    layout: ShardLayout, table: int, slots: int, out_M: Tensor, size_1: Tensor
-) -> None:
-    """Handles of all rows of a table in the order of their slots, to the head of int32 [M].
-
-    slots: of the table's index. size_1: int32 [1], receives the number of rows, even if more
-    than M; handles beyond M are left out.
-    """
-    programs = blocks_of(slots + BUCKET_SLOTS, _LIST_BLOCK)
-    counts = torch.empty(programs, dtype=torch.int32, device=out_M.device)
-    ends = counts
-    for counting in (True, False):
-        launch(
-            _list, (programs,),
-            layout.tables_KT, counts, ends, out_M, size_1, table, slots, out_M.numel(),
-            COUNT=counting, BLOCK=_LIST_BLOCK,
-        )  # fmt: skip
-        if counting:
-            ends = counts.cumsum(0, dtype=torch.int32)
+def list_handles(entries: Tensor) -> Tensor:
+    """Handles int32 [R] of all rows in an index in the order of their slots; waits for it."""
+    parts = torch.split(entries, _LIST_BUCKETS)
+    return torch.cat(
+        [
+            part[:, BUCKET_SLOTS:].view(torch.int32)[part[:, :BUCKET_SLOTS] > ERASED_KEY]
+            for part in parts
+        ]
+    )

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal.kernels.host_copies import sent
-from shoal.kernels.launch import blocks_of, launch, power_of_2
+from shoal.kernels.launch import blocks_of, launch, power_of_2, shared_programs
 from shoal.kernels.rounding import (
     FLOAT32,
     FLOAT64,
@@ -30,7 +30,6 @@ from shoal.kernels.tables import (
     COUNTS_AT,
     FIRST_COLUMN_AT,
     FORM_AT,
-    IDS_AT,
     ISSUED_AT,
     READY_AT,
     SALT_AT,
@@ -45,8 +44,10 @@ from shoal.kernels.tables import (
     RowForm,
     SegmentForm,
     ShardLayout,
+    id_of,
     issued_handle,
     row_address,
+    set_uint32,
     table_word,
 )
 from shoal.rules.initializers import _quantiles
@@ -118,14 +119,6 @@ def device_form(form: RowForm, device: torch.device) -> DeviceForm:
 
 
 @cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; a few for the interpreter."""
-    if device.type != "cuda":
-        return 2
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-@cache
 def _device_quantiles(device: torch.device) -> Tensor:
     pairs = []
     for kind in ("normal", "truncated_normal"):
@@ -137,25 +130,14 @@ def _device_quantiles(device: torch.device) -> Tensor:
 
 
 def _line(segment: SegmentForm) -> list[int]:
-    first, second = map(_float32, (*segment.initializer.param_values(), 0.0)[:2])
+    first, second = map(np.float32, (*segment.initializer.param_values(), 0.0)[:2])
     if segment.initializer.law == "uniform":
-        second = _float32(second - first)
-    line = [segment.column, segment.column + segment.dim]
-    line += [LAWS[segment.initializer.law], _bits32(first), _bits32(second)]
-    line += [RETRIEVERS[segment.compressor.kind], *map(_bits64, segment.compressor.param_values())]
+        second = np.float32(float(second) - float(first))
+    line = [segment.column, segment.column + segment.dim, LAWS[segment.initializer.law]]
+    line += [int(value.view(np.int32)) for value in (first, second)]
+    line.append(RETRIEVERS[segment.compressor.kind])
+    line += [int(np.float64(p).view(np.int64)) for p in segment.compressor.param_values()]
     return line + [0] * (SEGMENT_WORDS - len(line))
-
-
-def _float32(value: float) -> float:
-    return float(torch.tensor(value, dtype=torch.float32, device="cpu"))
-
-
-def _bits32(value: float) -> int:
-    return int(torch.tensor(value, dtype=torch.float32, device="cpu").view(torch.int32))
-
-
-def _bits64(value: float) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 
 @triton.jit
@@ -320,8 +302,7 @@ def _write_rows(  # type: ignore[no-untyped-def]
     """
     line = tables_ptr + table.to(tl.int64) * TABLE_LINE
     key = stream_key(tl.load(line + SEED_AT), tl.load(line + SALT_AT))
-    ids = row_address(chunks_ptr, columns, handle_R, 8, live_R, IDS_AT)
-    id_R = tl.load(ids.to(tl.pointer_type(tl.int64)), mask=live_R, other=0)
+    id_R = id_of(chunks_ptr, columns, handle_R, live_R)
     weights = tl.load(line + WEIGHT_BYTES_AT)
     address = row_address(chunks_ptr, columns, handle_R, weights, live_R, WEIGHTS_AT)
     first_column = tl.load(line + FIRST_COLUMN_AT).to(tl.int32)
@@ -333,13 +314,9 @@ def _write_rows(  # type: ignore[no-untyped-def]
         states = tl.load(line + STATE_BYTES_AT)
         address = row_address(chunks_ptr, columns, handle_R, states, live_R, STATE_AT)
         _write_state(address, live_R, state_ptr, STATE, BLOCK_S)
-    nothing = handle_R * 0
-    versions = row_address(chunks_ptr, columns, handle_R, 4, live_R, VERSIONS_AT)
-    tl.store(versions.to(tl.pointer_type(tl.int32)), nothing + version, mask=live_R)
-    times = row_address(chunks_ptr, columns, handle_R, 4, live_R, SEEN_AT)
-    tl.store(times.to(tl.pointer_type(tl.int32)), nothing + seen, mask=live_R)
-    counts = row_address(chunks_ptr, columns, handle_R, 4, live_R, COUNTS_AT)
-    tl.store(counts.to(tl.pointer_type(tl.int32)), nothing, mask=live_R)
+    set_uint32(chunks_ptr, columns, handle_R, live_R, version, VERSIONS_AT)
+    set_uint32(chunks_ptr, columns, handle_R, live_R, seen, SEEN_AT)
+    set_uint32(chunks_ptr, columns, handle_R, live_R, 0, COUNTS_AT)
 
 
 @triton.jit(do_not_specialize=["columns", "tables", "form", "version", "seen"])  # type: ignore[untyped-decorator]
@@ -420,9 +397,9 @@ def initialise(
         return
     device = layout.tables_KT.device
     ready = device_form(form, device)
-    programs = min(blocks_of(bound, _ROWS) + tables, processors(device) * _PROGRAMS)
+    tiles = blocks_of(bound, _ROWS) + tables
     launch(
-        _initialise, (programs,),
+        _initialise, (shared_programs(tiles, device, _PROGRAMS),),
         layout.tables_KT, layout.counters_KC, *layout.chunks,
         tables, form_index, ready.segments_PW, len(form.segments), ready.quantiles_Q,
         ready.state_S, _int32(version), _int32(event_time_s),

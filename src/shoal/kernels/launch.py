@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import cache
 from typing import Any
 
 import torch
@@ -98,6 +99,18 @@ def blocks_of(items: int, block: int) -> int:
     return (items + block - 1) // block
 
 
+def shared_programs(most: int, device: torch.device, each: int) -> int:
+    """Programs that share work, `most` at the most: `each` on every multiprocessor of a GPU, a few
+    where kernels are interpreted.
+    """
+    return min(most, each * _multiprocessors(device) if device.type == "cuda" else 3)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def power_of_2(least: int) -> int:
     """The smallest power of two of at least `least` >= 1."""
     return 1 << (least - 1).bit_length()
@@ -114,6 +127,15 @@ def step_of(dim: int) -> int:
 def columns_per_program(dim: int) -> int:
     """Width of a block of columns."""
     return min(power_of_2(dim), MOST_COLUMNS)
+
+
+ELEMENTS = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+"""Triton's names."""
 
 
 def wide_of(dtype: torch.dtype) -> Any:

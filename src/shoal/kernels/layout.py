@@ -13,20 +13,13 @@ from torch import Tensor
 
 from shoal import lookup
 from shoal.kernels.host_copies import sent
-from shoal.kernels.launch import blocks_of, launch, power_of_2
+from shoal.kernels.launch import ELEMENTS, blocks_of, launch, power_of_2, wide_of
 from shoal.lookup import LayoutCall
 
 FIRSTN = tl.constexpr(lookup.FIRST_N)
 DIVIDED = tl.constexpr(lookup.DIVIDED)
 MEAN = tl.constexpr(lookup.MEAN)
 BY_ROW = tl.constexpr(lookup.BY_ROW)
-ELEMENTS = {
-    torch.float32: (tl.float32, tl.float32),
-    torch.float64: (tl.float64, tl.float64),
-    torch.float16: (tl.float16, tl.float32),
-    torch.bfloat16: (tl.bfloat16, tl.float32),
-}
-"""dtype -> how it is stored and how it is summed."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -208,7 +201,7 @@ def layout_forward(buffers: Sequence[Tensor], *call: Any) -> list[Tensor]:
     ]
     if size == 0:
         return outputs
-    element, summed = ELEMENTS[like.dtype]
+    element, summed = ELEMENTS[like.dtype], wide_of(like.dtype)
     examples, columns = tile_of(size, given.limits[0])
     blocks = blocks_of(size, examples)
     index = [tensor.contiguous() for tensor in given[:4]]
@@ -485,7 +478,7 @@ def layout_backward(
     if size == 0 or ids == 0:
         return targets
     sources = [grad.contiguous() for grad in grads]
-    element, summed = ELEMENTS[like.dtype]
+    element, summed = ELEMENTS[like.dtype], wide_of(like.dtype)
     examples, columns = tile_of(size, given.limits[0])
     wide = blocks_of(max(given.limits[0], 1), columns)
     index = [tensor.contiguous() for tensor in given[:4]]
@@ -504,26 +497,12 @@ def layout_backward(
     scaled, factor = scale is not None, like if scale is None else scale
     options = {"num_warps": 1 if columns <= 128 else 4}
     launch(
-        _sum_tiles,
-        (tiles, wide),
+        _sum_tiles, (tiles, wide),
         *(order, keys, entries, of_grads, of_targets, shared_sums, parts, reaches, *index),
-        *(
-            given.features,
-            given.slices,
-            factor,
-            crowded,
-            ids,
-            size,
-            given.features.shape[0],
-            wide * columns,
-        ),
-        ELEMENT=element,
-        SUM=summed,
-        IDS=TILE,
-        COLUMNS=columns,
-        SCALED=scaled,
-        **options,
-    )
+        *(given.features, given.slices, factor, crowded, ids, size, given.features.shape[0]),
+        wide * columns,
+        ELEMENT=element, SUM=summed, IDS=TILE, COLUMNS=columns, SCALED=scaled, **options,
+    )  # fmt: skip
     launch(
         _join_tiles, (tiles, wide),
         *(order, keys, of_targets, parts, reaches, *index[:2], factor, ids, wide * columns),

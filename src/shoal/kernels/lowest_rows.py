@@ -16,9 +16,9 @@ from shoal.kernels.row_changes import (
     Scan,
     directory_of,
     drop_rows,
+    grid_of_scan,
     key_high,
     key_low,
-    programs_of,
     rows_at,
     scan_size,
     score_of,
@@ -29,7 +29,8 @@ _BLOCK, _WARPS = 4096, 16
 _BINS = 256
 _LEVELS = 16  # each takes eight bits off the range of either half of a key
 
-_TABLE, _JOB_WORDS = tl.constexpr(JOB_TABLE), tl.constexpr(JOB_WORDS)
+_TABLE, _SCORE, _SECOND = map(tl.constexpr, (JOB_TABLE, JOB_SCORE, JOB_SECOND))
+_JOB_WORDS = tl.constexpr(JOB_WORDS)
 _LEAST, _MOST = tl.constexpr(-(1 << 63)), tl.constexpr((1 << 63) - 1)
 
 
@@ -144,9 +145,6 @@ _SELECT_BLOCK, _SELECT_WARPS = 2048, 8
 _SMALL = 16384  # rows that one program may as well sift alone
 _SAMPLES, _MINE, _OTHERS = 2048, 64, 256
 _SHRINKS = 24  # to one part of this, mostly, a round of narrowing
-
-
-_SCORE, _SECOND = tl.constexpr(JOB_SCORE), tl.constexpr(JOB_SECOND)
 
 
 @triton.jit
@@ -363,12 +361,12 @@ def _narrowed(
             **shared,
         )  # fmt: skip
         launch(
-            _census, programs_of(scan, _SELECT_BLOCK),
+            _census, grid_of_scan(scan, _SELECT_BLOCK),
             drops_ptr=drops_E, bounds_ptr=bounds, zones_ptr=zones, BLOCK=_SELECT_BLOCK,
             num_warps=_SELECT_WARPS, **shared,
         )  # fmt: skip
     launch(
-        _narrow, programs_of(scan, _SELECT_BLOCK),
+        _narrow, grid_of_scan(scan, _SELECT_BLOCK),
         drops_ptr=drops_E, bounds_ptr=bounds, zones_ptr=zones, left_ptr=left_E, rest_ptr=lists_EM,
         rest_sizes_ptr=rest_E, room=scan.rows, out_ptr=out_M, size_ptr=size_1, BRACKETED=bracketed,
         BLOCK=_SELECT_BLOCK, num_warps=_SELECT_WARPS, **shared,

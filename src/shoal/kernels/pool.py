@@ -17,7 +17,7 @@ from shoal.kernels.initial_values import device_form, retrieved
 from shoal.kernels.launch import blocks_of, launch, power_of_2, step_of
 from shoal.kernels.rounding import load_weights, storage_of
 from shoal.kernels.rows import initial_rows
-from shoal.kernels.tables import CHUNK_WEIGHTS, CallGroups, RowForm, ShardLayout, row_address
+from shoal.kernels.tables import WEIGHTS_AT, CallGroups, RowForm, ShardLayout, row_address
 from shoal.lookup import ADDED, BY_ROW, FIRST_N, MEAN, PoolPlan
 
 LINE_WORDS = 10
@@ -29,19 +29,8 @@ _MOST_COLUMNS = 128
 _MOST_BAGS = 128
 
 _LINE_WORDS = tl.constexpr(LINE_WORDS)
-_GROUP = tl.constexpr(GROUP)
-_START = tl.constexpr(START)
-_WIDTH = tl.constexpr(WIDTH)
-_PREFIX = tl.constexpr(PREFIX)
-_STRIDE = tl.constexpr(STRIDE)
-_COLUMN = tl.constexpr(COLUMN)
-_KIND = tl.constexpr(KIND)
-_NTH = tl.constexpr(NTH)
-_ADD = tl.constexpr(ADD)
-_MEAN = tl.constexpr(MEAN)
-_FIRST_N = tl.constexpr(FIRST_N)
-_ZERO = tl.constexpr(ZERO)
-_WEIGHTS = tl.constexpr(CHUNK_WEIGHTS)
+_GROUP, _START, _WIDTH, _PREFIX, _STRIDE, _COLUMN, _KIND, _NTH, _ADD = map(tl.constexpr, range(9))
+_MEAN, _FIRST_N, _ZERO = map(tl.constexpr, (MEAN, FIRST_N, ZERO))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +155,7 @@ def _scaled_row(  # type: ignore[no-untyped-def]
     """[B, D]: the row at one position of each bag times its factor; zeros where there is none."""
     handle = tl.load(handles_ptr + at_B, mask=going_B, other=-1)
     there = going_B & (handle >= 0)
-    address = row_address(chunks_ptr, columns, handle, WEIGHT_BYTES, there, _WEIGHTS)
+    address = row_address(chunks_ptr, columns, handle, WEIGHT_BYTES, there, WEIGHTS_AT)
     value = load_weights(address, column_D, there[:, None] & inside_D[None, :], STORAGE)
     if INITIAL:
         absent = going_B & (handle < 0)

@@ -15,27 +15,32 @@ from shoal.kernels.launch import blocks_of, launch
 from shoal.kernels.tables import (
     CHUNK_BITS,
     CHUNK_COUNTS,
-    CHUNK_IDS,
     CHUNK_SEEN,
-    CHUNK_STATE,
-    CHUNK_TABLE,
-    CHUNK_VERSIONS,
-    CHUNK_WEIGHTS,
-    COUNT_FREE,
-    COUNT_FRESH,
-    COUNT_ISSUED,
-    COUNT_WORDS,
-    TABLE_DIRECTORY,
-    TABLE_SALT,
-    TABLE_STATE_BYTES,
-    TABLE_WEIGHT_BYTES,
-    TABLE_WORDS,
+    COUNT_LINE,
+    COUNTS_AT,
+    DIRECTORY_AT,
+    FREE_AT,
+    FRESH_AT,
+    ISSUED_AT,
+    SALT_AT,
+    SEEN_AT,
+    STATE_AT,
+    STATE_BYTES_AT,
+    TABLE_AT,
+    TABLE_LINE,
+    VERSIONS_AT,
+    WEIGHT_BYTES_AT,
+    WEIGHTS_AT,
     ShardLayout,
     chunk_word,
     handle_of,
+    id_of,
     mix64,
+    payload_of,
     row_address,
+    set_uint32,
     table_word,
+    uint32_of,
 )
 
 JOB_WORDS = 8
@@ -47,16 +52,8 @@ _BLOCK = 2048
 _WARPS = 8
 _PROGRAMS = 132 * 4  # that a large device runs at a time
 
-_TABLE, _VALUES = tl.constexpr(JOB_TABLE), tl.constexpr(JOB_VALUES)
-_SCORE, _SECOND = tl.constexpr(JOB_SCORE), tl.constexpr(JOB_SECOND)
-_SHIFT, _SLOTS = tl.constexpr(JOB_SHIFT), tl.constexpr(JOB_SLOTS)
-_JOB_WORDS = tl.constexpr(JOB_WORDS)
-_TABLE_WORDS, _COUNT_WORDS = tl.constexpr(TABLE_WORDS), tl.constexpr(COUNT_WORDS)
-_SALT, _LEAST = tl.constexpr(TABLE_SALT), tl.constexpr(-(1 << 63))
-_DIRECTORY, _ISSUED = tl.constexpr(TABLE_DIRECTORY), tl.constexpr(COUNT_ISSUED)
-_FREE, _FRESH = tl.constexpr(COUNT_FREE), tl.constexpr(COUNT_FRESH)
-_IDS, _VERSIONS = tl.constexpr(CHUNK_IDS), tl.constexpr(CHUNK_VERSIONS)
-_SEEN, _COUNTS = tl.constexpr(CHUNK_SEEN), tl.constexpr(CHUNK_COUNTS)
+_JOB_WORDS, _LEAST = tl.constexpr(JOB_WORDS), tl.constexpr(-(1 << 63))
+_TABLE, _SCORE, _SECOND, _VALUES, _SHIFT, _SLOTS = map(tl.constexpr, range(6))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,32 +90,19 @@ class Scan:
         }
 
 
-def programs_of(scan: Scan, block: int) -> tuple[int, int]:
+def grid_of_scan(scan: Scan, block: int) -> tuple[int, int]:
     """Grid over a scan: programs a job, jobs."""
     jobs = len(scan.jobs_EW)
     return min(blocks_of(scan.rows, block), math.ceil(_PROGRAMS / jobs)), jobs
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def uint32_of(chunks_ptr, columns, handle, live, WORD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A uint32 of each row, as int64."""
-    address = row_address(chunks_ptr, columns, handle, 4, live, WORD)
-    return tl.load(address.to(tl.pointer_type(tl.uint32)), mask=live, other=0).to(tl.int64)
-
-
 @triton.jit
 def score_of(chunks_ptr, columns, handle, live, word):  # type: ignore[no-untyped-def]
     """A row's uint32 in the array that a SCORE_* names, as int64."""
-    seen = row_address(chunks_ptr, columns, handle, 4, live & (word == _SEEN), _SEEN)
-    count = row_address(chunks_ptr, columns, handle, 4, live & (word == _COUNTS), _COUNTS)
-    address = tl.where(word == _SEEN, seen, count)
+    seen = row_address(chunks_ptr, columns, handle, 4, live & (word == SEEN_AT), SEEN_AT)
+    count = row_address(chunks_ptr, columns, handle, 4, live & (word == COUNTS_AT), COUNTS_AT)
+    address = tl.where(word == SEEN_AT, seen, count)
     return tl.load(address.to(tl.pointer_type(tl.uint32)), mask=live, other=0).to(tl.int64)
-
-
-@triton.jit
-def id_of(chunks_ptr, columns, handle, live):  # type: ignore[no-untyped-def]
-    address = row_address(chunks_ptr, columns, handle, 8, live, _IDS)
-    return tl.load(address.to(tl.pointer_type(tl.int64)), mask=live, other=0)
 
 
 @triton.jit
@@ -132,13 +116,13 @@ def key_high(chunks_ptr, columns, words, handle, live):  # type: ignore[no-untyp
 @triton.jit
 def key_low(tables_ptr, chunks_ptr, columns, table, handle, live):  # type: ignore[no-untyped-def]
     """Lower half of a row's key, in the order of signed numbers: the hash of its id."""
-    salt = tl.load(tables_ptr + table * _TABLE_WORDS + _SALT)
+    salt = tl.load(tables_ptr + table * TABLE_LINE + SALT_AT)
     return mix64(id_of(chunks_ptr, columns, handle, live) ^ salt) ^ _LEAST
 
 
 @triton.jit
 def directory_of(tables_ptr, table):  # type: ignore[no-untyped-def]
-    return tl.load(tables_ptr + table * _TABLE_WORDS + _DIRECTORY)
+    return tl.load(tables_ptr + table * TABLE_LINE + DIRECTORY_AT)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -147,31 +131,24 @@ def scan_size(counters_ptr, sizes_ptr, job, table, LISTED: tl.constexpr):  # typ
     if LISTED:
         size = tl.load(sizes_ptr + job)
     else:
-        counts = counters_ptr + table * _COUNT_WORDS
-        further = tl.load(counts + _ISSUED) - tl.load(counts + _FREE)
-        size = tl.load(counts + _FRESH) + tl.where(further > 0, further, 0)
+        counts = counters_ptr + table * COUNT_LINE
+        further = tl.load(counts + ISSUED_AT) - tl.load(counts + FREE_AT)
+        size = tl.load(counts + FRESH_AT) + tl.where(further > 0, further, 0)
     return size
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def rows_at(  # type: ignore[no-untyped-def]
-    chunks_ptr,
-    columns,
-    directory,
-    list_ptr,
-    pins_ptr,
-    at,
-    live,
-    LISTED: tl.constexpr,
-    PINS: tl.constexpr,
-):
+    chunks_ptr, columns, directory, list_ptr, pins_ptr, at, live,
+    LISTED: tl.constexpr, PINS: tl.constexpr,
+):  # fmt: skip
     """Handles at places of a scan, and which of these rows may go."""
     if LISTED:
         handle = tl.load(list_ptr + at, mask=live, other=-1)
         live = live & (handle >= 0)
     else:
         handle = handle_of(directory, at, live)
-        live = live & (uint32_of(chunks_ptr, columns, handle, live, _VERSIONS) != 0)
+        live = live & (uint32_of(chunks_ptr, columns, handle, live, VERSIONS_AT) != 0)
     if PINS:
         live = live & (tl.load(pins_ptr + handle.to(tl.int64), mask=live, other=1) == 0)
     return handle, live
@@ -185,8 +162,7 @@ def drop_rows(chunks_ptr, columns, handle, gone, out_ptr, size_ptr):  # type: ig
         first = tl.atomic_add(size_ptr, count, sem="relaxed").to(tl.int64)
         place = first + tl.cumsum(gone.to(tl.int32), axis=0) - 1
         tl.store(out_ptr + place, handle, mask=gone)
-        address = row_address(chunks_ptr, columns, handle, 4, gone, _VERSIONS)
-        tl.store(address.to(tl.pointer_type(tl.int32)), handle * 0, mask=gone)
+        set_uint32(chunks_ptr, columns, handle, gone, 0, VERSIONS_AT)
 
 
 @triton.jit(do_not_specialize=["jobs"])  # type: ignore[untyped-decorator]
@@ -194,11 +170,10 @@ def _overdraw(counters_ptr, budgets_ptr, drops_ptr, jobs, BLOCK: tl.constexpr): 
     job = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = job < jobs
     table = tl.load(budgets_ptr + 3 * job, mask=live, other=0)
-    counts = counters_ptr + table * _COUNT_WORDS
-    rows = tl.load(counts + _FRESH, mask=live, other=0) + tl.load(
-        counts + _ISSUED, mask=live, other=0
-    )
-    rows -= tl.load(counts + _FREE, mask=live, other=0)
+    counts = counters_ptr + table * COUNT_LINE
+    rows = tl.load(counts + FRESH_AT, mask=live, other=0)
+    rows += tl.load(counts + ISSUED_AT, mask=live, other=0)
+    rows -= tl.load(counts + FREE_AT, mask=live, other=0)
     over = rows - tl.load(budgets_ptr + 3 * job + 1, mask=live, other=0)
     ahead = tl.load(budgets_ptr + 3 * job + 2, mask=live, other=0)
     tl.store(drops_ptr + job, tl.where(over > 0, over + ahead, 0), mask=live)
@@ -213,22 +188,10 @@ def _pin(handles_ptr, marks_ptr, n, BLOCK: tl.constexpr):  # type: ignore[no-unt
 
 @triton.jit(do_not_specialize=["columns", "width", "now_s"])  # type: ignore[untyped-decorator]
 def _expire(  # type: ignore[no-untyped-def]
-    tables_ptr,
-    counters_ptr,
-    chunks_ptr,
-    columns,
-    jobs_ptr,
-    lists_ptr,
-    width,
-    sizes_ptr,
-    pins_ptr,
-    out_ptr,
-    size_ptr,
-    now_s,
-    LISTED: tl.constexpr,
-    PINS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    tables_ptr, counters_ptr, chunks_ptr, columns, jobs_ptr, lists_ptr, width, sizes_ptr, pins_ptr,
+    out_ptr, size_ptr, now_s,
+    LISTED: tl.constexpr, PINS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     job = tl.program_id(1).to(tl.int64)
     words = jobs_ptr + job * _JOB_WORDS
     table = tl.load(words + _TABLE)
@@ -244,7 +207,7 @@ def _expire(  # type: ignore[no-untyped-def]
         )
         slot = (id_of(chunks_ptr, columns, handle, live) >> shift) & slots
         ttl_s = tl.load(values + slot, mask=live, other=-1)
-        age_s = now_s - uint32_of(chunks_ptr, columns, handle, live, _SEEN)
+        age_s = now_s - uint32_of(chunks_ptr, columns, handle, live, SEEN_AT)
         gone = live & (ttl_s >= 0) & (age_s >= ttl_s)
         drop_rows(chunks_ptr, columns, handle, gone, out_ptr, size_ptr)
 
@@ -257,14 +220,10 @@ def overdrafts(layout: ShardLayout, budgets_EW: Tensor) -> Tensor:
     jobs = len(budgets_EW)
     drops_E = torch.empty(jobs, dtype=torch.int64, device=budgets_EW.device)
     launch(
-        _overdraw,
-        (blocks_of(jobs, 64),),
-        layout.counters_KC,
-        budgets_EW,
-        drops_E,
-        jobs,
+        _overdraw, (blocks_of(jobs, 64),),
+        layout.counters_KC, budgets_EW, drops_E, jobs,
         BLOCK=64,
-    )
+    )  # fmt: skip
     return drops_E
 
 
@@ -296,15 +255,10 @@ def expired_rows(layout: ShardLayout, scan: Scan, now_s: int) -> tuple[Tensor, T
     size_1 = torch.zeros(1, dtype=torch.int32, device=scan.jobs_EW.device)
     if out_M.numel():
         launch(
-            _expire,
-            programs_of(scan, _BLOCK),
-            out_ptr=out_M,
-            size_ptr=size_1,
-            now_s=now_s,
-            BLOCK=_BLOCK,
-            num_warps=_WARPS,
-            **scan.arguments(layout),
-        )
+            _expire, grid_of_scan(scan, _BLOCK),
+            out_ptr=out_M, size_ptr=size_1, now_s=now_s,
+            BLOCK=_BLOCK, num_warps=_WARPS, **scan.arguments(layout),
+        )  # fmt: skip
     return out_M, size_1
 
 
@@ -315,24 +269,25 @@ LOG_WORDS = 2  # of a record: id, and table << 32 | version
 _LOG_BLOCK = 256
 
 _SPAN_WORDS, _LOG_WORDS = tl.constexpr(SPAN_WORDS), tl.constexpr(LOG_WORDS)
-_CHUNK_TABLE = tl.constexpr(CHUNK_TABLE)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rows_of_span(  # type: ignore[no-untyped-def]
+    tables_ptr, chunks_ptr, columns, words, from_version, to_version, BLOCK: tl.constexpr
+):
+    """Handles of a span, their versions, and which of these are in (from_version, to_version]."""
+    at = tl.load(words + 1) + tl.arange(0, BLOCK)
+    live = at < tl.load(words + 2)
+    handle = handle_of(directory_of(tables_ptr, tl.load(words)), at, live)
+    version = uint32_of(chunks_ptr, columns, handle, live, VERSIONS_AT)
+    return handle, version, live & (version > from_version) & (version <= to_version)
 
 
 @triton.jit(do_not_specialize=["columns", "from_version", "to_version", "room"])  # type: ignore[untyped-decorator]
 def _changed(  # type: ignore[no-untyped-def]
-    tables_ptr,
-    chunks_ptr,
-    columns,
-    spans_ptr,
-    ends_ptr,
-    out_ptr,
-    last_ptr,
-    from_version,
-    to_version,
-    room,
-    COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    tables_ptr, chunks_ptr, columns, spans_ptr, ends_ptr, out_ptr, from_version, to_version, room,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     span = tl.program_id(0).to(tl.int64)
     words = spans_ptr + span * _SPAN_WORDS
     # Blocks without a row to list are over at once.
@@ -342,32 +297,20 @@ def _changed(  # type: ignore[no-untyped-def]
         end = tl.load(ends_ptr + span)
         count = (end - tl.load(ends_ptr + span - 1, mask=span > 0, other=0)).to(tl.int32)
     if count > 0:
-        at = tl.load(words + 1) + tl.arange(0, BLOCK)
-        live = at < tl.load(words + 2)
-        handle = handle_of(directory_of(tables_ptr, tl.load(words)), at, live)
-        version = uint32_of(chunks_ptr, columns, handle, live, _VERSIONS)
-        live = live & (version > from_version) & (version <= to_version)
+        handle, _version, live = _rows_of_span(
+            tables_ptr, chunks_ptr, columns, words, from_version, to_version, BLOCK
+        )
         found = tl.sum(live.to(tl.int32), axis=0)
         if COUNT:
             tl.store(ends_ptr + span, found.to(tl.int64))
         else:
             rank = end - found + tl.cumsum(live.to(tl.int32), axis=0) - 1
-            live = live & (rank < room)
-            tl.store(out_ptr + rank, handle, mask=live)
-            tl.store(last_ptr + at * 0, at, mask=live & (rank == room - 1))
+            tl.store(out_ptr + rank, handle, mask=live & (rank < room))
 
 
 @triton.jit(do_not_specialize=["n", "columns", "room", "version"])  # type: ignore[untyped-decorator]
 def _log(  # type: ignore[no-untyped-def]
-    handles_ptr,
-    size_ptr,
-    chunks_ptr,
-    columns,
-    log_ptr,
-    n,
-    room,
-    version,
-    BLOCK: tl.constexpr,
+    handles_ptr, size_ptr, chunks_ptr, columns, log_ptr, n, room, version, BLOCK: tl.constexpr
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = (at < n) & (at < tl.load(size_ptr))
@@ -378,7 +321,7 @@ def _log(  # type: ignore[no-untyped-def]
         first = tl.atomic_add(log_ptr, count.to(tl.int64), sem="relaxed")
         place = first + tl.cumsum(live.to(tl.int32), axis=0) - 1
         live = live & (place < room)
-        table = chunk_word(chunks_ptr, columns, handle, live, _CHUNK_TABLE)
+        table = chunk_word(chunks_ptr, columns, handle, live, TABLE_AT)
         record = log_ptr + 1 + place * _LOG_WORDS
         tl.store(record, id_of(chunks_ptr, columns, handle, live), mask=live)
         tl.store(record + 1, (table << 32) | version, mask=live)
@@ -392,8 +335,7 @@ def count_changed(
     spans_BW: int64 [B, SPAN_WORDS] on the device, of SPAN_ROWS rows at most, all handed out.
     """
     counts_B = torch.empty(len(spans_BW), dtype=torch.int64, device=spans_BW.device)
-    if len(spans_BW):
-        _scan(layout, spans_BW, counts_B, counts_B, counts_B, (from_version, to_version, 0), True)
+    _scan(layout, spans_BW, counts_B, counts_B, from_version, to_version, 0, counting=True)
     return counts_B.cumsum(0)
 
 
@@ -404,45 +346,28 @@ def list_changed(
     from_version: int,
     to_version: int,
     room: int,
-) -> tuple[Tensor, Tensor]:
-    """Handles int32 [room] of the first `room` of these rows in the order of their numbers.
+) -> Tensor:
+    """Handles int32 [room] of the first `room` of these rows in the order of their numbers, -1
+    behind the last.
 
     Args:
         spans_BW, ends_B: what `count_changed` was given, and gave.
         room: 1 or more.
-
-    Returns:
-        the handles, -1 behind the last; and, if there are `room` rows or more, the sequence number
-        of the last one, int64 [1].
     """
     out_R = torch.full((room,), -1, dtype=torch.int32, device=spans_BW.device)
-    last_1 = torch.empty(1, dtype=torch.int64, device=spans_BW.device)
-    _scan(layout, spans_BW, ends_B, out_R, last_1, (from_version, to_version, room), False)
-    return out_R, last_1
+    _scan(layout, spans_BW, ends_B, out_R, from_version, to_version, room, counting=False)
+    return out_R
 
 
 def _scan(
-    layout: ShardLayout,
-    spans_BW: Tensor,
-    ends_B: Tensor,
-    out_R: Tensor,
-    last_1: Tensor,
-    numbers: tuple[int, int, int],
-    counting: bool,
+    layout: ShardLayout, spans_BW: Tensor, ends_B: Tensor, *rest: Tensor | int, counting: bool
 ) -> None:
-    launch(
-        _changed,
-        (len(spans_BW),),
-        layout.tables_KT,
-        *layout.chunks,
-        spans_BW,
-        ends_B,
-        out_R,
-        last_1,
-        *numbers,
-        COUNT=counting,
-        BLOCK=SPAN_ROWS,
-    )
+    if len(spans_BW):
+        launch(
+            _changed, (len(spans_BW),),
+            layout.tables_KT, *layout.chunks, spans_BW, ends_B, *rest,
+            COUNT=counting, BLOCK=SPAN_ROWS,
+        )  # fmt: skip
 
 
 def log_deleted(
@@ -456,20 +381,12 @@ def log_deleted(
             without room are counted and left out.
     """
     n = handles_M.numel()
-    if n == 0:
-        return
-    launch(
-        _log,
-        (blocks_of(n, _LOG_BLOCK),),
-        handles_M,
-        size_1,
-        *layout.chunks,
-        log_L,
-        n,
-        (log_L.numel() - 1) // LOG_WORDS,
-        version,
-        BLOCK=_LOG_BLOCK,
-    )
+    if n:
+        launch(
+            _log, (blocks_of(n, _LOG_BLOCK),),
+            handles_M, size_1, *layout.chunks, log_L, n, (log_L.numel() - 1) // LOG_WORDS, version,
+            BLOCK=_LOG_BLOCK,
+        )  # fmt: skip
 
 
 HEAD_WORDS = 4  # of a record: id; last seen and count; version; handle. Weights and state follow.
@@ -480,77 +397,40 @@ _ROWS, _COPY_WARPS = 128, 4  # a thread a row: each takes one stamp
 _COPY_BLOCK = 8  # words of a row that a program copies at a time
 _STILL_BLOCK = 256
 
-_HEAD = tl.constexpr(HEAD_WORDS)
-
-_BITS = tl.constexpr(CHUNK_BITS)
-_WEIGHTS, _STATE = tl.constexpr(CHUNK_WEIGHTS), tl.constexpr(CHUNK_STATE)
-
-
-_WEIGHT_BYTES, _STATE_BYTES = tl.constexpr(TABLE_WEIGHT_BYTES), tl.constexpr(TABLE_STATE_BYTES)
+_HEAD, _BITS = tl.constexpr(HEAD_WORDS), tl.constexpr(CHUNK_BITS)
 
 
 @triton.jit(do_not_specialize=["columns", "stamped", "from_version", "to_version"])  # type: ignore[untyped-decorator]
 def _stamp(  # type: ignore[no-untyped-def]
-    tables_ptr,
-    chunks_ptr,
-    columns,
-    stamped_ptr,
-    stamped,
-    spans_ptr,
-    from_version,
-    to_version,
+    tables_ptr, chunks_ptr, columns, stamped_ptr, stamped, spans_ptr, from_version, to_version,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     words = spans_ptr + tl.program_id(0).to(tl.int64) * _SPAN_WORDS
-    at = tl.load(words + 1) + tl.arange(0, BLOCK)
-    live = at < tl.load(words + 2)
-    handle = handle_of(directory_of(tables_ptr, tl.load(words)), at, live)
-    version = uint32_of(chunks_ptr, columns, handle, live, _VERSIONS)
-    live = live & (version > from_version) & (version <= to_version)
-    stamp = row_address(stamped_ptr, stamped, handle, 4, live, _VERSIONS)
-    tl.store(stamp.to(tl.pointer_type(tl.int32)), version.to(tl.int32), mask=live)
+    handle, version, live = _rows_of_span(
+        tables_ptr, chunks_ptr, columns, words, from_version, to_version, BLOCK
+    )
+    set_uint32(stamped_ptr, stamped, handle, live, version, VERSIONS_AT)
 
 
 @triton.jit(do_not_specialize=["stamped", "chunks", "n", "from_version", "to_version"])  # type: ignore[untyped-decorator]
 def _still(  # type: ignore[no-untyped-def]
-    handles_ptr,
-    stamped_ptr,
-    stamped,
-    chunks,
-    out_ptr,
-    n,
-    from_version,
-    to_version,
+    handles_ptr, stamped_ptr, stamped, chunks, out_ptr, n, from_version, to_version,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     handle = tl.load(handles_ptr + at, mask=at < n, other=-1)
     live = (handle >= 0) & ((handle >> _BITS) < chunks)
-    stamp = uint32_of(stamped_ptr, stamped, handle, live, _VERSIONS)
+    stamp = uint32_of(stamped_ptr, stamped, handle, live, VERSIONS_AT)
     live = live & (stamp > from_version) & (stamp <= to_version)
     tl.store(out_ptr + at, tl.where(live, handle, -1), mask=at < n)
 
 
 @triton.jit(do_not_specialize=["columns", "stamped", "chunks", "first", "n", "room"])  # type: ignore[untyped-decorator]
 def _keep(  # type: ignore[no-untyped-def]
-    handles_ptr,
-    size_ptr,
-    payloads_ptr,
-    tables_ptr,
-    chunks_ptr,
-    columns,
-    stamped_ptr,
-    stamped,
-    chunks,
-    out_ptr,
-    first,
-    n,
-    room,
-    HAS_SIZE: tl.constexpr,
-    CACHED: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    handles_ptr, size_ptr, payloads_ptr, tables_ptr, chunks_ptr, columns, stamped_ptr, stamped,
+    chunks, out_ptr, first, n, room,
+    HAS_SIZE: tl.constexpr, CACHED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """`out`: two cursors, `room` places, then records; see `keep_rows`."""
     at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = at < n
@@ -559,15 +439,15 @@ def _keep(  # type: ignore[no-untyped-def]
         live = live & (at < tl.load(size_ptr))
     handle = tl.load(handles_ptr + at, mask=live, other=-1)
     live = live & (handle >= 0) & ((handle >> _BITS) < chunks)
-    address = row_address(stamped_ptr, stamped, handle, 4, live, _VERSIONS)
+    address = row_address(stamped_ptr, stamped, handle, 4, live, VERSIONS_AT)
     stamps = address.to(tl.pointer_type(tl.int32))
     live = live & (tl.load(stamps, mask=live, other=0) != 0)
     if tl.max(live.to(tl.int32), axis=0) > 0:
         stamp = tl.atomic_xchg(stamps, handle * 0, mask=live, sem="relaxed")
         kept = live & (stamp != 0)
-        table = chunk_word(chunks_ptr, columns, handle, kept, _CHUNK_TABLE)
-        weight_bytes = table_word(tables_ptr, table, kept, _WEIGHT_BYTES)
-        state_bytes = table_word(tables_ptr, table, kept, _STATE_BYTES)
+        table = chunk_word(chunks_ptr, columns, handle, kept, TABLE_AT)
+        weight_bytes = table_word(tables_ptr, table, kept, WEIGHT_BYTES_AT)
+        state_bytes = table_word(tables_ptr, table, kept, STATE_BYTES_AT)
         words = tl.where(kept, (weight_bytes + state_bytes) >> 3, 0)
         sizes = tl.where(kept, words + _HEAD, 0)
         ones = kept.to(tl.int32)
@@ -577,19 +457,18 @@ def _keep(  # type: ignore[no-untyped-def]
         place += tl.cumsum(sizes, axis=0) - sizes
         tl.store(out_ptr + 2 + rank, (table << 32) | place, mask=kept)
         record = out_ptr + 2 + room + place
-        seen = uint32_of(chunks_ptr, columns, handle, kept, _SEEN)
-        count = uint32_of(chunks_ptr, columns, handle, kept, _COUNTS)
+        seen = uint32_of(chunks_ptr, columns, handle, kept, SEEN_AT)
+        count = uint32_of(chunks_ptr, columns, handle, kept, COUNTS_AT)
         tl.store(record, id_of(chunks_ptr, columns, handle, kept), mask=kept)
         tl.store(record + 1, (count << 32) | seen, mask=kept)
         version = stamp.to(tl.uint32, bitcast=True)
         tl.store(record + 2, version.to(tl.int64), mask=kept)
         tl.store(record + 3, handle.to(tl.int64), mask=kept)
-        payload = handle
-        if CACHED:
-            slot = tl.load(payloads_ptr + handle.to(tl.int64), mask=kept, other=-1)
-            payload = tl.where(slot >= 0, slot, handle)
-        weights = row_address(chunks_ptr, columns, payload, weight_bytes, kept, _WEIGHTS)
-        state = row_address(chunks_ptr, columns, payload, state_bytes, kept, _STATE) - weight_bytes
+        payload = payload_of(payloads_ptr, handle, kept, CACHED)
+        weights = row_address(chunks_ptr, columns, payload, weight_bytes, kept, WEIGHTS_AT)
+        state = (
+            row_address(chunks_ptr, columns, payload, state_bytes, kept, STATE_AT) - weight_bytes
+        )
         for start in range(0, tl.max(words, axis=0).to(tl.int32), BLOCK):
             column = (start + tl.arange(0, BLOCK)).to(tl.int64)[None, :]
             inside = kept[:, None] & (column < words[:, None])
@@ -608,20 +487,13 @@ def stamp_rows(
         stamped_WC: int64 [CHUNK_WORDS, C], see above; a row's stamp is 0 or its version before.
         spans_BW: as `count_changed` takes them.
     """
-    if len(spans_BW) == 0:
-        return
-    launch(
-        _stamp,
-        (len(spans_BW),),
-        layout.tables_KT,
-        *layout.chunks,
-        stamped_WC,
-        stamped_WC.shape[1],
-        spans_BW,
-        from_version,
-        to_version,
-        BLOCK=SPAN_ROWS,
-    )
+    if len(spans_BW):
+        launch(
+            _stamp, (len(spans_BW),),
+            layout.tables_KT, *layout.chunks, stamped_WC, stamped_WC.shape[1], spans_BW,
+            from_version, to_version,
+            BLOCK=SPAN_ROWS,
+        )  # fmt: skip
 
 
 def still_stamped(
@@ -635,18 +507,10 @@ def still_stamped(
     out_R = torch.empty_like(handles_R)
     if n:
         launch(
-            _still,
-            (blocks_of(n, _STILL_BLOCK),),
-            handles_R,
-            stamped_WC,
-            stamped_WC.shape[1],
-            chunks,
-            out_R,
-            n,
-            from_version,
-            to_version,
+            _still, (blocks_of(n, _STILL_BLOCK),),
+            handles_R, stamped_WC, stamped_WC.shape[1], chunks, out_R, n, from_version, to_version,
             BLOCK=_STILL_BLOCK,
-        )
+        )  # fmt: skip
     return out_R
 
 
@@ -675,26 +539,12 @@ def keep_rows(
         payload_H: int32 by handle, a row's handle in a cache, or -1 where it has none.
     """
     n = rows.stop - rows.start
-    if n <= 0:
-        return
-    launch(
-        _keep,
-        (blocks_of(n, _ROWS),),
-        handles_M,
-        handles_M if size_1 is None else size_1,
-        handles_M if payload_H is None else payload_H,
-        layout.tables_KT,
-        *layout.chunks,
-        stamped_WC,
-        stamped_WC.shape[1],
-        chunks,
-        out_L,
-        rows.start,
-        n,
-        room,
-        HAS_SIZE=size_1 is not None,
-        CACHED=payload_H is not None,
-        ROWS=_ROWS,
-        BLOCK=_COPY_BLOCK,
-        num_warps=_COPY_WARPS,
-    )
+    if n > 0:
+        launch(
+            _keep, (blocks_of(n, _ROWS),),
+            handles_M, handles_M if size_1 is None else size_1,
+            handles_M if payload_H is None else payload_H, layout.tables_KT, *layout.chunks,
+            stamped_WC, stamped_WC.shape[1], chunks, out_L, rows.start, n, room,
+            HAS_SIZE=size_1 is not None, CACHED=payload_H is not None, ROWS=_ROWS,
+            BLOCK=_COPY_BLOCK, num_warps=_COPY_WARPS,
+        )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ from shoal.kernels.tables import (
     COUNTS_AT,
     ENTRIES_AT,
     FIRST_COLUMN_AT,
-    IDS_AT,
     MASK_AT,
     SALT_AT,
     SEED_AT,
@@ -42,9 +40,12 @@ from shoal.kernels.tables import (
     RowForm,
     ShardLayout,
     group_of,
+    id_of,
     row_address,
     search_steps,
+    set_uint32,
     table_word,
+    uint32_of,
 )
 
 _TILE = 4096  # elements of a program's block: 16 KB of rows in flight
@@ -205,13 +206,10 @@ def _rounded(value, STORAGE: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def _stamp(chunks_ptr, columns, handle, live, version, event_time_s):  # type: ignore[no-untyped-def]
     """Version and last-seen time of written rows."""
-    versions = row_address(chunks_ptr, columns, handle, 4, live, VERSIONS_AT)
-    stamp = (handle.to(tl.int64) * 0 + version).to(tl.int32)
-    tl.store(versions.to(tl.pointer_type(tl.int32)), stamp, mask=live)
-    address = row_address(chunks_ptr, columns, handle, 4, live, SEEN_AT)
-    seen = tl.load(address.to(tl.pointer_type(tl.uint32)), mask=live, other=0).to(tl.int64)
+    set_uint32(chunks_ptr, columns, handle, live, version, VERSIONS_AT)
+    seen = uint32_of(chunks_ptr, columns, handle, live, SEEN_AT)
     seen = tl.maximum(seen, seen * 0 + event_time_s)
-    tl.store(address.to(tl.pointer_type(tl.int32)), seen.to(tl.int32), mask=live)
+    set_uint32(chunks_ptr, columns, handle, live, seen, SEEN_AT)
 
 
 @triton.jit(do_not_specialize=["n", "columns", "version", "event_time_s"])  # type: ignore[untyped-decorator]
@@ -294,15 +292,6 @@ _BLOCK = 256
 _WORDS = {2: (torch.int16, tl.int16), 4: (torch.int32, tl.int32), 8: (torch.int64, tl.int64)}
 
 
-@dataclass(frozen=True, slots=True)
-class Metadata:
-    """int64 [R] each; what is None is not written."""
-
-    versions: Tensor | None = None
-    last_seen_s: Tensor | None = None
-    counts: Tensor | None = None
-
-
 @triton.jit(do_not_specialize=["n", "columns"])  # type: ignore[untyped-decorator]
 def _values(  # type: ignore[no-untyped-def]
     handles_ptr, dense_ptr, chunks_ptr, columns, n, width, row_bytes,
@@ -325,24 +314,6 @@ def _values(  # type: ignore[no-untyped-def]
         tl.store(stored, values, mask=there[:, None] & inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _read_word(  # type: ignore[no-untyped-def]
-    chunks_ptr, columns, handle, there, out_ptr, at, live, WORD: tl.constexpr
-):
-    address = row_address(chunks_ptr, columns, handle, 4, there, WORD)
-    value = tl.load(address.to(tl.pointer_type(tl.uint32)), mask=there, other=0)
-    tl.store(out_ptr + at, value.to(tl.int64), mask=live)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _write_word(  # type: ignore[no-untyped-def]
-    chunks_ptr, columns, handle, there, source_ptr, at, WORD: tl.constexpr
-):
-    address = row_address(chunks_ptr, columns, handle, 4, there, WORD)
-    value = tl.load(source_ptr + at, mask=there, other=0)
-    tl.store(address.to(tl.pointer_type(tl.int32)), value.to(tl.int32), mask=there)
-
-
 @triton.jit(do_not_specialize=["n", "columns"])  # type: ignore[untyped-decorator]
 def _read_metadata(  # type: ignore[no-untyped-def]
     handles_ptr, out_ptr, chunks_ptr, columns, n, IDS_ONLY: tl.constexpr, BLOCK: tl.constexpr
@@ -351,31 +322,30 @@ def _read_metadata(  # type: ignore[no-untyped-def]
     live = at < n
     handle = tl.load(handles_ptr + at, mask=live, other=-1)
     there = handle >= 0
-    address = row_address(chunks_ptr, columns, handle, 8, there, IDS_AT)
-    ids = tl.load(address.to(tl.pointer_type(tl.int64)), mask=there, other=0)
-    tl.store(out_ptr + at, ids, mask=live)
+    tl.store(out_ptr + at, id_of(chunks_ptr, columns, handle, there), mask=live)
     if not IDS_ONLY:
         size = at * 0 + n
-        _read_word(chunks_ptr, columns, handle, there, out_ptr, at + size, live, VERSIONS_AT)
-        _read_word(chunks_ptr, columns, handle, there, out_ptr, at + 2 * size, live, SEEN_AT)
-        _read_word(chunks_ptr, columns, handle, there, out_ptr, at + 3 * size, live, COUNTS_AT)
+        versions = uint32_of(chunks_ptr, columns, handle, there, VERSIONS_AT)
+        tl.store(out_ptr + at + size, versions, mask=live)
+        seen = uint32_of(chunks_ptr, columns, handle, there, SEEN_AT)
+        tl.store(out_ptr + at + 2 * size, seen, mask=live)
+        counts = uint32_of(chunks_ptr, columns, handle, there, COUNTS_AT)
+        tl.store(out_ptr + at + 3 * size, counts, mask=live)
 
 
 @triton.jit(do_not_specialize=["n", "columns"])  # type: ignore[untyped-decorator]
 def _write_metadata(  # type: ignore[no-untyped-def]
-    handles_ptr, versions_ptr, seen_ptr, counts_ptr, chunks_ptr, columns, n,
-    HAS_VERSIONS: tl.constexpr, HAS_SEEN: tl.constexpr, HAS_COUNTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+    handles_ptr, versions_ptr, seen_ptr, counts_ptr, chunks_ptr, columns, n, BLOCK: tl.constexpr
+):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     handle = tl.load(handles_ptr + at, mask=at < n, other=-1)
     there = handle >= 0
-    if HAS_VERSIONS:
-        _write_word(chunks_ptr, columns, handle, there, versions_ptr, at, VERSIONS_AT)
-    if HAS_SEEN:
-        _write_word(chunks_ptr, columns, handle, there, seen_ptr, at, SEEN_AT)
-    if HAS_COUNTS:
-        _write_word(chunks_ptr, columns, handle, there, counts_ptr, at, COUNTS_AT)
+    versions = tl.load(versions_ptr + at, mask=there, other=0)
+    set_uint32(chunks_ptr, columns, handle, there, versions, VERSIONS_AT)
+    seen = tl.load(seen_ptr + at, mask=there, other=0)
+    set_uint32(chunks_ptr, columns, handle, there, seen, SEEN_AT)
+    counts = tl.load(counts_ptr + at, mask=there, other=0)
+    set_uint32(chunks_ptr, columns, handle, there, counts, COUNTS_AT)
 
 
 def _copy(
@@ -409,7 +379,12 @@ def write_values(
 ) -> None:
     """Put weights [R, D] as stored and state [R, S] into distinct rows; -1 is passed over."""
     _copy(layout, handles_R, weights.contiguous(), form.weight_bytes, CHUNK_WEIGHTS, read=False)
-    _copy(layout, handles_R, state.contiguous(), form.state_bytes, CHUNK_STATE, read=False)
+    write_state(layout, form, handles_R, state.contiguous())
+
+
+def write_state(layout: ShardLayout, form: RowForm, handles_R: Tensor, state_RS: Tensor) -> None:
+    """Put state, contiguous, into distinct rows; -1 is passed over."""
+    _copy(layout, handles_R, state_RS, form.state_bytes, CHUNK_STATE, read=False)
 
 
 def read_metadata(layout: ShardLayout, handles_R: Tensor) -> Tensor:
@@ -434,15 +409,15 @@ def _metadata(layout: ShardLayout, handles_R: Tensor, *, words: int) -> Tensor:
     return out_WR
 
 
-def write_metadata(layout: ShardLayout, handles_R: Tensor, metadata: Metadata) -> None:
-    """Put metadata into rows; rows that come twice must get the same. -1 is passed over."""
-    rows, unused = len(handles_R), handles_R
-    parts = (metadata.versions, metadata.last_seen_s, metadata.counts)
-    if rows == 0 or all(part is None for part in parts):
-        return
-    launch(
-        _write_metadata, (blocks_of(rows, _BLOCK),),
-        handles_R, *(unused if part is None else part for part in parts), *layout.chunks, rows,
-        HAS_VERSIONS=parts[0] is not None, HAS_SEEN=parts[1] is not None,
-        HAS_COUNTS=parts[2] is not None, BLOCK=_BLOCK,
-    )  # fmt: skip
+def write_metadata(
+    layout: ShardLayout, handles_R: Tensor, versions_R: Tensor, seen_R: Tensor, counts_R: Tensor
+) -> None:
+    """Put versions, last-seen seconds and counts, int64 [R] each, into rows; rows that come twice
+    must get the same. -1 is passed over."""
+    rows = len(handles_R)
+    if rows:
+        launch(
+            _write_metadata, (blocks_of(rows, _BLOCK),),
+            handles_R, versions_R, seen_R, counts_R, *layout.chunks, rows,
+            BLOCK=_BLOCK,
+        )  # fmt: skip

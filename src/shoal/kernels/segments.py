@@ -19,6 +19,7 @@ from torch import Tensor
 from shoal.kernels.host_copies import sent
 from shoal.kernels.ids import value_rowids
 from shoal.kernels.launch import (
+    ELEMENTS,
     blocks_of,
     columns_of,
     columns_per_program,
@@ -33,12 +34,6 @@ CHUNK = 1024
 MODES = {"sum": 0, "mean": 1, "sqrtn": 2, "l2": 3}
 UNROLL = 4  # rows of a segment asked for at once
 FIELDS = 6  # of a table: values, offsets, order, segments, steps, first entry in `columns`
-ELEMENTS = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}
 
 
 @triton.jit  # type: ignore[untyped-decorator]

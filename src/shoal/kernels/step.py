@@ -32,7 +32,6 @@ from shoal.kernels.step_tiles import (
     item_where,
     load_rows,
     load_stamps,
-    payload_of,
     programs_of,
     rates_of,
     run_words,
@@ -41,7 +40,7 @@ from shoal.kernels.step_tiles import (
     store_rows,
     store_stamps,
 )
-from shoal.kernels.tables import TABLE_AT, RowForm, ShardLayout, chunk_word
+from shoal.kernels.tables import TABLE_AT, RowForm, ShardLayout, chunk_word, payload_of
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -12,39 +12,37 @@ from torch import Tensor
 from shoal.kernels.gradients import Runs, Sources, piece_room
 from shoal.kernels.launch import blocks_of, launch
 from shoal.kernels.rounding import storage_of
+from shoal.kernels.rows import read_ids, read_values, write_state
 from shoal.kernels.step_rules import stepped
 from shoal.kernels.step_tiles import (
     FormCall,
     Stamp,
     accepted,
     columns_of_tile,
-    describe_rows,
+    count_nonfinite,
     item_rows,
     item_tallies,
     item_where,
     load_rows,
-    load_weights,
-    payload_of,
+    load_stamps,
     programs_of,
     rates_of,
     rows_of_tile,
     run_words,
     runs_listed,
-    settle_rows,
     step_form,
     store_rows,
+    store_stamps,
     store_weights,
 )
 from shoal.kernels.tables import (
-    CHUNK_STATE,
-    CHUNK_WEIGHTS,
-    STATE_AT,
     TABLE_AT,
     RowForm,
     SegmentForm,
     ShardLayout,
     chunk_word,
-    row_address,
+    payload_of,
+    tables_of,
 )
 from shoal.rules.optimizers import RuleContext
 
@@ -161,84 +159,55 @@ def sum_rows(form: RowForm, runs: Runs, sources: Sources, rows: int) -> Tensor:
     call = FormCall(0, form, runs, sources)
     partials, _ = add_pieces(call)
     launch(
-        _write_rows,
-        (programs_of(blocks_of(min(most, rows), tile), device),),
-        sums,
-        runs.runs_WN,
-        runs.runs_WN.shape[1],
-        runs.cursors_FW,
-        runs.last_run(0),
-        *call.gradients()[:2],
-        partials,
-        rows,
-        DIM=form.dim,
-        PITCH_BYTES=plan.pitch * form.real.itemsize,
-        ALIGN=sources.alignments[0],
-        REAL=plan.real,
-        FACTORS=sources.factors_N is not None,
-        ROWS=tile,
+        _write_rows, (programs_of(blocks_of(min(most, rows), tile), device),),
+        sums, runs.runs_WN, runs.runs_WN.shape[1], runs.cursors_FW, runs.last_run(0),
+        *call.gradients()[:2], partials, rows,
+        DIM=form.dim, PITCH_BYTES=plan.pitch * form.real.itemsize, ALIGN=sources.alignments[0],
+        REAL=plan.real, FACTORS=sources.factors_N is not None, ROWS=tile,
         BLOCK_D=columns_of_tile(form.dim),
         # As a step rounds: each operation by itself.
         enable_fp_fusion=False,
-    )
+    )  # fmt: skip
     return sums
 
 
-@triton.jit(do_not_specialize=["columns", "size"])  # type: ignore[untyped-decorator]
-def _read(  # type: ignore[no-untyped-def]
-    chunks_ptr, columns, handles_ptr, payloads_ptr, addresses_ptr, out_ptr, tables_ptr, size,
-    WIDTH: tl.constexpr, COLUMN: tl.constexpr, ROW_BYTES: tl.constexpr, WORD: tl.constexpr,
-    STORAGE: tl.constexpr, REAL: tl.constexpr, CACHED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+@triton.jit(do_not_specialize=["size"])  # type: ignore[untyped-decorator]
+def _read_seen(  # type: ignore[no-untyped-def]
+    addresses_ptr, out_ptr, size,
+    DIM: tl.constexpr, COLUMN: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """[U, WIDTH] of rows' columns COLUMN on; from chunks, or from addresses if WORD is negative."""
+    """[U, DIM]: columns COLUMN on of rows at addresses; 0 where that is 0."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    handle = tl.load(handles_ptr + row, mask=row < size, other=-1)
-    live = handle >= 0
-    inside = live[:, None] & (column < WIDTH)[None, :]
-    if WORD < 0:
-        address = tl.load(addresses_ptr + row, mask=live, other=0)
-        rows = address.to(tl.pointer_type(REAL))
-        value = tl.load(rows[:, None] + (COLUMN + column)[None, :], mask=inside, other=0.0)
-    else:
-        handle = tl.where(live, handle, 0)
-        payload = payload_of(payloads_ptr, handle, live, CACHED)
-        address = row_address(chunks_ptr, columns, payload, ROW_BYTES, live, WORD)
-        value = load_weights(address, COLUMN + column, inside, STORAGE, REAL)
-        table = chunk_word(chunks_ptr, columns, handle, live, TABLE_AT)
-        tl.store(tables_ptr + row, table, mask=row < size)
-    inside = (row < size)[:, None] & (column < WIDTH)[None, :]
-    tl.store(out_ptr + row[:, None] * WIDTH + column[None, :], value, mask=inside)
+    address = tl.load(addresses_ptr + row, mask=row < size, other=0)
+    rows = address.to(tl.pointer_type(out_ptr.dtype.element_ty)) + COLUMN
+    inside = (address != 0)[:, None] & (column < DIM)[None, :]
+    value = tl.load(rows[:, None] + column[None, :], mask=inside, other=0.0)
+    inside = (row < size)[:, None] & (column < DIM)[None, :]
+    tl.store(out_ptr + row[:, None] * DIM + column[None, :], value, mask=inside)
 
 
 @triton.jit(do_not_specialize=["columns", "size", "domain"])  # type: ignore[untyped-decorator]
-def _write(  # type: ignore[no-untyped-def]
-    layout_ptr, chunks_ptr, columns, handles_ptr, payloads_ptr, values_ptr, size, domain,
-    WIDTH: tl.constexpr, COLUMN: tl.constexpr, ROW_BYTES: tl.constexpr, STATE: tl.constexpr,
-    STORAGE: tl.constexpr, REAL: tl.constexpr, CACHED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SHIFT: tl.constexpr,
+def _write_weights(  # type: ignore[no-untyped-def]
+    layout_ptr, chunks_ptr, columns, handles_ptr, places_ptr, values_ptr, size, domain,
+    DIM: tl.constexpr, COLUMN: tl.constexpr, ROW_BYTES: tl.constexpr, STORAGE: tl.constexpr,
+    REAL: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Write [U, WIDTH] to rows' weights, or to their STATE, columns COLUMN on."""
+    """Write [U, DIM] to rows' weights, columns COLUMN on."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     start = tl.program_id(1) * BLOCK_D
     column = start + tl.arange(0, BLOCK_D)
     handle = tl.load(handles_ptr + row, mask=row < size, other=-1)
     live = handle >= 0
     handle = tl.where(live, handle, 0)
-    payload = payload_of(payloads_ptr, handle, live, CACHED)
-    inside = live[:, None] & (column < WIDTH)[None, :]
-    value = tl.load(values_ptr + row[:, None] * WIDTH + column[None, :], mask=inside, other=0.0)
-    if STATE:
-        address = row_address(chunks_ptr, columns, payload, ROW_BYTES, live, STATE_AT)
-        rows = tl.multiple_of(address.to(tl.pointer_type(REAL)), 16)
-        tl.store(rows[:, None] + (COLUMN + column)[None, :], value, mask=inside)
-    else:
-        table = chunk_word(chunks_ptr, columns, handle, live, TABLE_AT)
-        store_weights(
-            layout_ptr, chunks_ptr, columns, handle, payload, table, live, start, column, inside,
-            value, domain, COLUMN, ROW_BYTES, STORAGE, REAL, BLOCK_D, SHIFT,
-        )  # fmt: skip
+    place = tl.load(places_ptr + row, mask=live, other=0)
+    inside = live[:, None] & (column < DIM)[None, :]
+    value = tl.load(values_ptr + row[:, None] * DIM + column[None, :], mask=inside, other=0.0)
+    table = chunk_word(chunks_ptr, columns, handle, live, TABLE_AT)
+    store_weights(
+        layout_ptr, chunks_ptr, columns, handle, place, table, live, start, column, inside,
+        value, domain, COLUMN, ROW_BYTES, STORAGE, REAL, BLOCK_D, SHIFT,
+    )  # fmt: skip
 
 
 def step_in_torch(
@@ -263,101 +232,45 @@ def step_in_torch(
     size = handles_U.numel()
     if size == 0:
         return
+    places_U = handles_U
+    if payload_H is not None:
+        cached_U = payload_H[handles_U.clamp(min=0)]
+        places_U = torch.where((handles_U >= 0) & (cached_U >= 0), cached_U, handles_U)
+    weights_UD, states_US = read_values(layout, form, places_U)
     column, dim = segment.column, segment.dim
-    tables_U = torch.zeros(size, dtype=torch.int64, device=handles_U.device)
-    w_UD = _fetched(layout, form, handles_U, payload_H, None, tables_U, dim, column, CHUNK_WEIGHTS)
-    state_US = w_UD[:, :0]
-    if segment.state_width:
-        width, start = segment.state_width, segment.state_column
-        state_US = _fetched(
-            layout, form, handles_U, payload_H, None, tables_U, width, start, CHUNK_STATE
-        )
+    w_UD = weights_UD[:, column : column + dim].to(form.real)
+    state_US = states_US[:, segment.state_column :][:, : segment.state_width]
+    rows, columns = rows_of_tile(dim, form.real), columns_of_tile(dim)
+    grid, tile = (
+        (blocks_of(size, rows), blocks_of(dim, columns)),
+        {"ROWS": rows, "BLOCK_D": columns},
+    )
     seen_UD = None
     if seen_U is not None:
-        seen_UD = _fetched(layout, form, handles_U, payload_H, seen_U, tables_U, dim, column, -1)
+        seen_UD = torch.empty_like(w_UD, memory_format=torch.contiguous_format)
+        launch(_read_seen, grid, seen_U, seen_UD, size, DIM=dim, COLUMN=column, **tile)
     g_UD = sums_UD[:, column : column + dim]
     g_UD = segment.compressor.retrieve_backward(w_UD, g_UD, stamp.global_step)
-    rates_U = rates_KR[:, segment.rate][tables_U]
+    rates_U = rates_KR[:, segment.rate][tables_of(layout, handles_U)]
     rates = torch.unique(rates_U).tolist()
-    new_w_UD, new_state_US = torch.empty_like(w_UD), torch.empty_like(state_US)
+    new_w_UD = torch.empty(size, dim, dtype=form.real, device=handles_U.device)
     for rate in rates:
         chosen = slice(None) if len(rates) == 1 else (rates_U == rate).nonzero().flatten()
         context = RuleContext(stamp.global_step, None if seen_UD is None else seen_UD[chosen])
-        new_w_UD[chosen], new_state_US[chosen] = segment.optimizer.step(
+        new_w_UD[chosen], state_US[chosen] = segment.optimizer.step(
             w_UD[chosen], state_US[chosen], g_UD[chosen], rate, context
         )
-    _stored(layout, form, handles_U, payload_H, new_w_UD, column, False, stamp)
-    if segment.state_width:
-        _stored(layout, form, handles_U, payload_H, new_state_US, segment.state_column, True, stamp)
-
-
-def _fetched(
-    layout: ShardLayout,
-    form: RowForm,
-    handles_U: Tensor,
-    payload_H: Tensor | None,
-    addresses_U: Tensor | None,
-    tables_U: Tensor,
-    width: int,
-    column: int,
-    word: int,
-) -> Tensor:
-    size = handles_U.numel()
-    out = torch.empty(size, width, dtype=form.real, device=handles_U.device)
-    state = word == CHUNK_STATE
-    rows, columns = rows_of_tile(width, form.real), columns_of_tile(width)
     launch(
-        _read, (blocks_of(size, rows), blocks_of(width, columns)),
-        *layout.chunks, handles_U, handles_U if payload_H is None else payload_H,
-        tables_U if addresses_U is None else addresses_U, out, tables_U, size,
-        WIDTH=width, COLUMN=column, ROW_BYTES=form.state_bytes if state else form.weight_bytes,
-        WORD=word, STORAGE=storage_of(form.real if state else form.dtype),
-        REAL=step_form(form).real, CACHED=payload_H is not None, ROWS=rows, BLOCK_D=columns,
+        _write_weights, grid,
+        layout.tables_KT, *layout.chunks, handles_U, places_U, new_w_UD, size, stamp.domain,
+        DIM=dim, COLUMN=column, ROW_BYTES=form.weight_bytes, STORAGE=storage_of(form.dtype),
+        REAL=step_form(form).real, SHIFT=form.shift, **tile,
     )  # fmt: skip
-    return out
-
-
-def _stored(
-    layout: ShardLayout,
-    form: RowForm,
-    handles_U: Tensor,
-    payload_H: Tensor | None,
-    values: Tensor,
-    column: int,
-    state: bool,
-    stamp: Stamp,
-) -> None:
-    size, width = values.shape
-    rows, columns = rows_of_tile(width, form.real), columns_of_tile(width)
-    launch(
-        _write, (blocks_of(size, rows), blocks_of(width, columns)),
-        layout.tables_KT, *layout.chunks, handles_U, handles_U if payload_H is None else payload_H,
-        values, size, stamp.domain,
-        WIDTH=width, COLUMN=column, ROW_BYTES=form.state_bytes if state else form.weight_bytes,
-        STATE=state, STORAGE=storage_of(form.dtype), REAL=step_form(form).real,
-        CACHED=payload_H is not None, ROWS=rows, BLOCK_D=columns, SHIFT=form.shift,
-    )  # fmt: skip
+    write_state(layout, form, places_U, states_US)
 
 
 _SLAB = 1 << 18  # runs of a slab at most
 _SLAB_BYTES = 1 << 28  # of their sums
-
-
-@triton.jit(do_not_specialize=["room", "form", "first_run", "last_run"])  # type: ignore[untyped-decorator]
-def _mark_firsts(  # type: ignore[no-untyped-def]
-    runs_ptr, room, cursors_ptr, form, first_run, last_run, pieces_ptr, order_ptr, marks_ptr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """1 at the first position of each run."""
-    size = runs_listed(cursors_ptr, form, first_run)
-    for tile in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
-        _row, live, _handle, place, items, length = run_words(
-            runs_ptr, room, cursors_ptr, form, first_run, last_run, 0, tile, size, BLOCK
-        )
-        hot = items < length
-        place = tl.where(hot, tl.load(pieces_ptr + place, mask=hot, other=0), place)
-        position = tl.load(order_ptr + place, mask=live, other=0)
-        tl.store(marks_ptr + position, position.to(tl.int32) * 0 + 1, mask=live)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -369,17 +282,16 @@ def _mark_firsts(  # type: ignore[no-untyped-def]
 def _write_sums(  # type: ignore[no-untyped-def]
     counters_ptr, chunks_ptr, columns,
     runs_ptr, room, cursors_ptr, form, first_run, last_run, pieces_ptr, first_piece, begin, most,
-    order_ptr, ranks_ptr, addresses_ptr, factors_ptr, counts_ptr, partials_ptr, tallies_ptr,
-    sums_ptr, handles_ptr, places_ptr, ids_ptr, occurrences_ptr, tables_ptr, version, event_time_s,
+    addresses_ptr, factors_ptr, counts_ptr, partials_ptr, tallies_ptr,
+    sums_ptr, handles_ptr, places_ptr, occurrences_ptr, version, event_time_s,
     DIM: tl.constexpr, PITCH_BYTES: tl.constexpr, OUT_PITCH: tl.constexpr, ALIGN: tl.constexpr,
     REAL: tl.constexpr, LARGEST: tl.constexpr, CLIP: tl.constexpr, FACTORS: tl.constexpr,
-    COUNTED: tl.constexpr, RANKED: tl.constexpr, SETTLE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    COUNTED: tl.constexpr, SETTLE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Sums of runs `begin` on, `most` of them at the most.
+    """Sums of runs `begin` on, `most` of them at the most, with their handles and first places.
 
     SETTLE: apply the policy, stamp the rows that will be stepped, and put -1 for the handles of
-    others. RANKED: the row of each sum is that of its first position among those of all runs.
+    others, which are counted. Else write occurrences.
     """
     size = tl.minimum(runs_listed(cursors_ptr, form, first_run) - begin, most)
     partials = partials_ptr.to(tl.int64)
@@ -390,11 +302,9 @@ def _write_sums(  # type: ignore[no-untyped-def]
         hot = items < length
         place = tl.where(hot, tl.load(pieces_ptr + first, mask=live & hot, other=0), first)
         first = tl.where(hot, first - first_piece, first).to(tl.int64)
-        table = chunk_word(chunks_ptr, columns, handle, live, TABLE_AT)
+        if SETTLE:
+            table = chunk_word(chunks_ptr, columns, handle, live, TABLE_AT)
         out = row.to(tl.int64)
-        if RANKED:
-            position = tl.load(order_ptr + place, mask=live, other=0)
-            out = tl.load(ranks_ptr + position, mask=live, other=1).to(tl.int64) - 1
         good, most_items = live, tl.max(items, axis=0)
         for start in range(0, DIM, BLOCK_D):
             column = start + tl.arange(0, BLOCK_D)
@@ -415,15 +325,15 @@ def _write_sums(  # type: ignore[no-untyped-def]
                     counts_ptr, tallies_ptr, first + item, item < items, hot
                 )
         if SETTLE:
-            settle_rows(
-                counters_ptr, chunks_ptr, columns, handle, table, live, good, version, event_time_s,
-                occurrences, out, place, handles_ptr, places_ptr, CLIP,
+            count_nonfinite(counters_ptr, table, live & (good == 0), CLIP)
+            last, count = load_stamps(chunks_ptr, columns, handle, good)
+            store_stamps(
+                chunks_ptr, columns, handle, good, last, count, version, event_time_s, occurrences
             )  # fmt: skip
         else:
-            describe_rows(
-                chunks_ptr, columns, handle, live, out, occurrences, table,
-                ids_ptr, occurrences_ptr, tables_ptr,
-            )  # fmt: skip
+            tl.store(occurrences_ptr + out, occurrences, mask=live)
+        tl.store(handles_ptr + out, tl.where(good, handle, -1), mask=live)
+        tl.store(places_ptr + out, place.to(tl.int64), mask=live)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -475,40 +385,36 @@ def sum_runs(
     form: RowForm,
     runs: Runs,
     sources: Sources,
-    out_UD: Tensor,
-    ids_U: Tensor,
-    counts_U: Tensor,
-    tables_U: Tensor,
     *,
     counts_N: Tensor | None = None,
-) -> Tensor:
-    """Sums per row of one form, in order of first appearance in the call.
+) -> list[tuple[int, Tensor, Tensor, Tensor]]:
+    """Sums per row of one form; waits for the device.
 
     Args:
-        number: of the form; `runs.rooms[number]` rows of the outputs are enough.
-        out_UD: `form.real` [>= U, D], contiguous.
-        ids_U, counts_U: int64 [>= U]; tables_U: int32 [>= U], each row's table.
+        number: of the form.
         counts_N: as `step.apply` takes them.
 
     Returns:
-        U, an int32 scalar on the device.
+        Of each table that has rows here: its index, ids int64 [U], sums [U, D] and occurrences
+        int64 [U], in order of first appearance in the call.
     """
     call = FormCall(
         number, form, runs, sources, None if counts_N is None else counts_N[runs.order_N]
     )
-    size = _listed(call)
     if call.room == 0:
-        return size
-    marks_N = torch.zeros(runs.order_N.numel(), dtype=torch.int32, device=call.device)
-    block = 512
-    launch(
-        _mark_firsts, (programs_of(blocks_of(call.room, block), call.device),),
-        *call.run_words(), runs.pieces_WP, runs.order_N, marks_N, BLOCK=block,
-    )  # fmt: skip
-    ranks_N = torch.cumsum(marks_N, 0, dtype=torch.int32)
-    outputs = (out_UD, None, None, ids_U, counts_U, tables_U)
-    _sum(layout, call, add_pieces(call), 0, call.room, outputs, ranks_N, None)
-    return size
+        return []
+    sums_UD = torch.empty(call.room, form.dim, dtype=form.real, device=call.device)
+    handles_U, places_U, occurrences_U = _sum(layout, call, add_pieces(call), 0, sums_UD, None)
+    size = int(_listed(call))
+    order_U = runs.order_N[places_U[:size]].argsort()
+    handles_U = handles_U[:size][order_U]
+    ids_U, tables_U = read_ids(layout, handles_U), tables_of(layout, handles_U)
+    found = []
+    for table in torch.unique(tables_U).tolist():
+        mine_U = tables_U == table
+        own_U = order_U[mine_U]
+        found.append((table, ids_U[mine_U], sums_UD[own_U], occurrences_U[own_U]))
+    return found
 
 
 def compose(
@@ -524,16 +430,12 @@ def compose(
     Waits for the device where plain torch steps a segment.
     """
     form, device, room = call.form, call.device, call.room
-    plan = step_form(form)
-    partials = add_pieces(call)
+    plan, partials = step_form(form), add_pieces(call)
     rows_each = max(min(_SLAB, _SLAB_BYTES // (plan.pitch * form.real.itemsize)), 1)
     for begin in range(0, room, rows_each):
         most = min(rows_each, room - begin)
         sums = torch.empty(most, plan.pitch, dtype=form.real, device=device)
-        handles = torch.empty(most, dtype=torch.int32, device=device)
-        places = torch.empty(most, dtype=torch.int64, device=device)
-        outputs = (sums, handles, places, None, None, None)
-        _sum(layout, call, partials, begin, most, outputs, None, stamp)
+        handles, places, _ = _sum(layout, call, partials, begin, sums, stamp)
         for segment, constants in zip(form.segments, plan.segments, strict=True):
             if constants is not None:
                 _step_segment(
@@ -582,44 +484,29 @@ def _sum(
     call: FormCall,
     partials: tuple[Tensor, Tensor],
     begin: int,
-    most: int,
-    outputs: tuple[Tensor | None, ...],
-    ranks_N: Tensor | None,
+    sums_UD: Tensor,
     stamp: Stamp | None,
-) -> None:
-    """Launch `_write_sums`; outputs: sums, handles, places, ids, counts, tables."""
-    form, runs, unused = call.form, call.runs, call.sources.addresses_N
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch `_write_sums` for runs `begin` on, as many as sums have room for; stamp: SETTLE.
+
+    Returns:
+        handles int32 [U], first places int64 [U], and occurrences int64 [U] without a stamp.
+    """
+    form, runs, most = call.form, call.runs, len(sums_UD)
     plan, rows = step_form(form), rows_of_tile(form.dim, form.real)
-    sums, *others = (unused if output is None else output for output in outputs)
+    handles_U = torch.empty(most, dtype=torch.int32, device=call.device)
+    places_U = torch.empty(most, dtype=torch.int64, device=call.device)
+    occurrences_U = places_U if stamp is not None else torch.empty_like(places_U)
     launch(
-        _write_sums,
-        (programs_of(blocks_of(most, rows), call.device),),
-        layout.counters_KC,
-        *layout.chunks,
-        *call.run_words(),
-        runs.pieces_WP,
-        runs.first_piece(call.number),
-        begin,
-        most,
-        runs.order_N,
-        unused if ranks_N is None else ranks_N,
-        *call.gradients(),
-        *partials,
-        sums,
-        *others,
-        0 if stamp is None else stamp.version,
-        0 if stamp is None else stamp.event_time_s,
-        DIM=form.dim,
-        PITCH_BYTES=plan.pitch * form.real.itemsize,
-        OUT_PITCH=sums.shape[1],
-        REAL=plan.real,
-        LARGEST=plan.largest,
-        CLIP=-1.0 if stamp is None else stamp.clip,
-        RANKED=ranks_N is not None,
-        SETTLE=stamp is not None,
-        ROWS=rows,
-        BLOCK_D=columns_of_tile(form.dim),
+        _write_sums, (programs_of(blocks_of(most, rows), call.device),),
+        layout.counters_KC, *layout.chunks, *call.run_words(), runs.pieces_WP,
+        runs.first_piece(call.number), begin, most, *call.gradients(), *partials,
+        sums_UD, handles_U, places_U, occurrences_U,
+        0 if stamp is None else stamp.version, 0 if stamp is None else stamp.event_time_s,
+        DIM=form.dim, PITCH_BYTES=plan.pitch * form.real.itemsize, OUT_PITCH=sums_UD.shape[1],
+        REAL=plan.real, LARGEST=plan.largest, CLIP=-1.0 if stamp is None else stamp.clip,
+        SETTLE=stamp is not None, ROWS=rows, BLOCK_D=columns_of_tile(form.dim),
         # As the fused step sums: each operation by itself.
-        enable_fp_fusion=False,
-        **call.constants(),
-    )
+        enable_fp_fusion=False, **call.constants(),
+    )  # fmt: skip
+    return handles_U, places_U, occurrences_U

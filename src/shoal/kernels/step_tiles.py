@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,18 +11,16 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from shoal.kernels.gradients import Runs, Sources, run_columns
-from shoal.kernels.launch import power_of_2
+from shoal.kernels.launch import power_of_2, shared_programs
 from shoal.kernels.rounding import (
-    BFLOAT16,
-    FLOAT16,
     FLOAT32,
     FLOAT64,
+    load_weights,
     quad_words,
     rounding_domain,
     stochastic_bits,
     storage_of,
     stream_key,
-    wide_of_bits,
     words_at,
 )
 from shoal.kernels.step_rules import kernel_rule
@@ -32,7 +29,6 @@ from shoal.kernels.tables import (
     COUNT_LINE,
     COUNTS_AT,
     FIRST_COLUMN_AT,
-    IDS_AT,
     NONFINITE_AT,
     SALT_AT,
     SEED_AT,
@@ -42,8 +38,10 @@ from shoal.kernels.tables import (
     WEIGHTS_AT,
     RowForm,
     SegmentForm,
+    id_of,
     row_address,
     table_word,
+    uint32_ptr,
 )
 from shoal.rules.compressors import OneBit
 
@@ -53,7 +51,6 @@ _MOST_ROWS = 128
 _WARPS = 4
 # On each multiprocessor: far more than it holds, so that the last ones leave it idle briefly.
 _PROGRAMS = 64
-_INTERPRETED_PROGRAMS = 3
 _FORMS_KEPT = 256
 
 
@@ -175,7 +172,6 @@ def step_form(form: RowForm) -> StepForm:
 def forget_forms() -> None:
     """Make all constants from scratch, for other tile shapes."""
     _forms.clear()
-    _programs_of.cache_clear()
 
 
 def columns_of_tile(dim: int) -> int:
@@ -190,14 +186,7 @@ def rows_of_tile(dim: int, real: torch.dtype, most: int = _MOST_ROWS, size: int 
 
 def programs_of(most: int, device: torch.device) -> int:
     """Programs that share work of which the host knows a bound only."""
-    return min(most, _programs_of(device))
-
-
-@functools.cache
-def _programs_of(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _INTERPRETED_PROGRAMS
-    return _PROGRAMS * int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return shared_programs(most, device, _PROGRAMS)
 
 
 def _real(form: RowForm) -> Any:
@@ -297,29 +286,6 @@ def count_nonfinite(counters_ptr, table, bad, CLIP: tl.constexpr):  # type: igno
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def load_weights(address, column, inside, STORAGE: tl.constexpr, REAL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[R, C] weights at byte addresses that are multiples of 16."""
-    if STORAGE == FLOAT16 or STORAGE == BFLOAT16:  # noqa: SIM109
-        rows = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), 16)
-        bits = tl.load(rows[:, None] + column[None, :], mask=inside, other=0)
-        w = wide_of_bits(bits, STORAGE)
-    else:
-        rows = tl.multiple_of(address.to(tl.pointer_type(REAL)), 16)
-        w = tl.load(rows[:, None] + column[None, :], mask=inside, other=0.0)
-    return w
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def payload_of(payloads_ptr, handle, live, CACHED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Handles that lead to rows' weights and state: a cache's where it holds the row."""
-    payload = handle
-    if CACHED:
-        cached = tl.load(payloads_ptr + handle, mask=live, other=-1)
-        payload = tl.where(cached >= 0, cached, handle)
-    return payload
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def load_rows(  # type: ignore[no-untyped-def]
     chunks_ptr, columns, handle, live, column, inside,
     COLUMN: tl.constexpr, STATE_COLUMN: tl.constexpr, DIM: tl.constexpr,
@@ -331,7 +297,7 @@ def load_rows(  # type: ignore[no-untyped-def]
     Lanes without a row or column hold state that no rule divides by 0 for.
     """
     address = row_address(chunks_ptr, columns, handle, WEIGHT_BYTES, live, WEIGHTS_AT)
-    w = load_weights(address, COLUMN + column, inside, STORAGE, REAL)
+    w = load_weights(address, COLUMN + column, inside, STORAGE)
     s0, s1, s2 = w, w, w
     p0 = tl.zeros([handle.shape[0]], REAL)
     p1 = p0
@@ -365,8 +331,7 @@ def store_weights(  # type: ignore[no-untyped-def]
         rows = tl.multiple_of(address.to(tl.pointer_type(REAL)), 16)
         tl.store(rows[:, None] + (COLUMN + column)[None, :], w, mask=inside)
     else:
-        ids = row_address(chunks_ptr, columns, handle, 8, live, IDS_AT)
-        id = tl.load(ids.to(tl.pointer_type(tl.int64)), mask=live, other=0)
+        id = id_of(chunks_ptr, columns, handle, live)
         seed = table_word(tables_ptr, table, live, SEED_AT)
         key = stream_key(seed, table_word(tables_ptr, table, live, SALT_AT))
         first = table_word(tables_ptr, table, live, FIRST_COLUMN_AT).to(tl.int32) + COLUMN
@@ -413,9 +378,9 @@ def store_rows(  # type: ignore[no-untyped-def]
 @triton.jit
 def load_stamps(chunks_ptr, columns, handle, live):  # type: ignore[no-untyped-def]
     """Last-seen time and count of each row, int64."""
-    word = tl.pointer_type(tl.uint32)
-    seen = row_address(chunks_ptr, columns, handle, 4, live, SEEN_AT).to(word)
-    counts = row_address(chunks_ptr, columns, handle, 4, live, COUNTS_AT).to(word)
+    # Here and below, all addresses are asked for before the first of them is used.
+    seen = uint32_ptr(chunks_ptr, columns, handle, live, SEEN_AT)
+    counts = uint32_ptr(chunks_ptr, columns, handle, live, COUNTS_AT)
     last = tl.load(seen, mask=live, other=0).to(tl.int64)
     return last, tl.load(counts, mask=live, other=0).to(tl.int64)
 
@@ -425,40 +390,12 @@ def store_stamps(  # type: ignore[no-untyped-def]
     chunks_ptr, columns, handle, live, last, count, version, event_time_s, occurrences
 ):  # fmt: skip
     """Version, last-seen time (the later one) and count (it stays at its largest) of each row."""
-    word = tl.pointer_type(tl.uint32)
-    versions = row_address(chunks_ptr, columns, handle, 4, live, VERSIONS_AT).to(word)
-    seen = row_address(chunks_ptr, columns, handle, 4, live, SEEN_AT).to(word)
-    counts = row_address(chunks_ptr, columns, handle, 4, live, COUNTS_AT).to(word)
+    versions = uint32_ptr(chunks_ptr, columns, handle, live, VERSIONS_AT)
+    seen = uint32_ptr(chunks_ptr, columns, handle, live, SEEN_AT)
+    counts = uint32_ptr(chunks_ptr, columns, handle, live, COUNTS_AT)
     tl.store(versions, (last * 0 + version).to(tl.uint32), mask=live)
     tl.store(seen, tl.maximum(last, event_time_s).to(tl.uint32), mask=live)
     tl.store(counts, tl.minimum(count + occurrences, _WORD).to(tl.uint32), mask=live)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def settle_rows(  # type: ignore[no-untyped-def]
-    counters_ptr, chunks_ptr, columns, handle, table, live, good, version, event_time_s,
-    occurrences, out, place, handles_ptr, places_ptr, CLIP: tl.constexpr,
-):  # fmt: skip
-    """Count rows whose sums are not accepted, stamp the others; write, at `out`, the handles of
-    those, -1 for rows that stay as they are, and first places.
-    """
-    count_nonfinite(counters_ptr, table, live & (good == 0), CLIP)
-    last, count = load_stamps(chunks_ptr, columns, handle, good)
-    store_stamps(chunks_ptr, columns, handle, good, last, count, version, event_time_s, occurrences)
-    tl.store(handles_ptr + out, tl.where(good, handle, -1), mask=live)
-    tl.store(places_ptr + out, place.to(tl.int64), mask=live)
-
-
-@triton.jit
-def describe_rows(  # type: ignore[no-untyped-def]
-    chunks_ptr, columns, handle, live, out, occurrences, table, ids_ptr, occurrences_ptr, tables_ptr
-):  # fmt: skip
-    """Write what rows sums are of, at `out`: ids, occurrences, tables."""
-    ids = row_address(chunks_ptr, columns, handle, 8, live, IDS_AT)
-    id = tl.load(ids.to(tl.pointer_type(tl.int64)), mask=live, other=0)
-    tl.store(ids_ptr + out, id, mask=live)
-    tl.store(occurrences_ptr + out, occurrences, mask=live)
-    tl.store(tables_ptr + out, table.to(tl.int32), mask=live)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

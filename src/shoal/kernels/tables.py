@@ -96,6 +96,12 @@ class CallGroups(NamedTuple):
     tables_G: Tensor
 
 
+def tables_of(layout: ShardLayout, handles_N: Tensor) -> Tensor:
+    """Table of each handle's row, int64 [N]; any for -1."""
+    chunks_N = handles_N.clamp(min=0) >> CHUNK_BITS
+    return layout.chunks_WC[CHUNK_TABLE].index_select(0, chunks_N)
+
+
 def search_steps(groups: int) -> int:
     """Steps that `group_of` needs for G groups."""
     return max(groups - 1, 0).bit_length()
@@ -138,6 +144,43 @@ def row_address(chunks_ptr, columns, handle, row_bytes, live, WORD: tl.constexpr
     """Byte address of each handle's row in one of its chunk's arrays; 0 + x for dead lanes."""
     place = (handle & _PLACES).to(tl.int64)
     return chunk_word(chunks_ptr, columns, handle, live, WORD) + place * row_bytes
+
+
+@triton.jit
+def id_of(chunks_ptr, columns, handle, live):  # type: ignore[no-untyped-def]
+    address = row_address(chunks_ptr, columns, handle, 8, live, IDS_AT)
+    return tl.load(address.to(tl.pointer_type(tl.int64)), mask=live, other=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def uint32_ptr(chunks_ptr, columns, handle, live, WORD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Pointer to a uint32 of each row, in the array of its chunk that WORD leads to."""
+    address = row_address(chunks_ptr, columns, handle, 4, live, WORD)
+    return address.to(tl.pointer_type(tl.uint32))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def uint32_of(chunks_ptr, columns, handle, live, WORD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A uint32 of each row, as int64."""
+    pointer = uint32_ptr(chunks_ptr, columns, handle, live, WORD)
+    return tl.load(pointer, mask=live, other=0).to(tl.int64)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def set_uint32(chunks_ptr, columns, handle, live, value, WORD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store a uint32 of each row: the low bits of an integer, one for all or one a row."""
+    pointer = uint32_ptr(chunks_ptr, columns, handle, live, WORD)
+    tl.store(pointer, (handle.to(tl.int64) * 0 + value).to(tl.uint32), mask=live)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def payload_of(payloads_ptr, handle, live, CACHED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Handles that lead to rows' weights and state: a cache's where it holds the row."""
+    payload = handle
+    if CACHED:
+        cached = tl.load(payloads_ptr + handle, mask=live, other=-1)
+        payload = tl.where(cached >= 0, cached, handle)
+    return payload
 
 
 @triton.jit

@@ -53,7 +53,7 @@ def make_shard(
             allowed="tables on a CPU",
             remedy="Serve them from a CPU, or as float16.",
         )
-    missing = _missing(where)
+    missing = missing_device(where)
     if missing is not None:
         raise missing
     cuda = importlib.import_module("shoal.table.cuda.shard")
@@ -107,7 +107,7 @@ def resolve_device(device: str) -> str:
     """
     if device != "auto":
         return device
-    return "cpu" if _missing(torch.device("cuda")) is not None else "cuda"
+    return "cpu" if missing_device(torch.device("cuda")) is not None else "cuda"
 
 
 def _parsed(device: str) -> torch.device:
@@ -122,8 +122,8 @@ def _parsed(device: str) -> torch.device:
     return where
 
 
-def _missing(where: torch.device) -> DeviceUnavailable | None:
-    """What a CUDA shard would lack here."""
+def missing_device(where: torch.device) -> DeviceUnavailable | None:
+    """What a CUDA shard would lack here; None: nothing."""
     if not torch.cuda.is_available():
         if torch.version.cuda is None:
             got = f"torch {torch.__version__}, a build without CUDA"

@@ -299,18 +299,11 @@ def copies_lost(why: str) -> CheckpointError:
     )
 
 
-def cleared(call: Callable[[], None], name: str) -> None:
-    """Run a call that drops a table.
-
-    Raises:
-        TicketError: a live ticket holds rows; nothing was dropped.
-    """
-    try:
-        call()
-    except _core.TicketStateError:
-        raise TicketError(
-            f"clear of table {name!r}",
-            got="live tickets",
-            allowed="no step in flight",
-            remedy="Call step() or zero_grad() first.",
-        ) from None
+def rows_held(name: str) -> TicketError:
+    """The error for clearing a table whose rows live tickets hold."""
+    return TicketError(
+        f"clear of table {name!r}",
+        got="live tickets",
+        allowed="no step in flight",
+        remedy="Call step() or zero_grad() first.",
+    )

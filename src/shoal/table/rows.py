@@ -73,13 +73,6 @@ def pointers(chunk: RowChunk) -> list[int]:
     return [address(column) for column in chunk.columns]
 
 
-def chunk_of(spec: TableSpec, exported: Any) -> RowChunk:
-    """Rows the core copied out, as tensors."""
-    chunk = empty_chunk(spec, exported.n)
-    exported.copy_to(pointers(chunk))
-    return chunk
-
-
 def entry_of(chunk: RowChunk) -> Entry | None:
     """The one row of a chunk, or None when it has none."""
     if chunk.ids.numel() == 0:
@@ -117,7 +110,7 @@ def load_admission(core: Any, table: int, spec: TableSpec, state: AdmissionState
     core.load_admission(table, state.ids.tolist(), state.counts.tolist(), state.cells)
 
 
-def stats_of(name: str, raw: dict[str, int]) -> TableStats:
+def stats_of(name: str, raw: dict[str, int], *, on_host: bool = False) -> TableStats:
     """Counters of a table."""
     parts = (raw["weights"], raw["state"], raw["metadata"], raw["index"])
     return TableStats(
@@ -133,4 +126,5 @@ def stats_of(name: str, raw: dict[str, int]) -> TableStats:
         refused=raw["refused"],
         evicted=raw["evicted"],
         nonfinite_skipped=raw["nonfinite"],
+        on_host=on_host,
     )

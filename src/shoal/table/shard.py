@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from shoal.errors import DTypeError, InputError
 from shoal.lookup import PoolPlan
+from shoal.table.native import closed_snapshot
 from shoal.table.spec import TableSpec
 from shoal.table.values import AdmissionState, Cursor, Entry, RowChunk, TableStats
+from shoal.uncompiled import uncompiled
 
 NanPolicy = Literal["raise", "skip", "clip"]
 
@@ -439,30 +443,8 @@ def check_buffer(buffer_bytes: int) -> None:
     whole("buffer_bytes of a snapshot", buffer_bytes, 0, 1 << 40, remedy=remedy)
 
 
-def check_range(start: int, stop: int) -> None:
-    """Check a range of hashes, 0 <= start <= stop <= HASHES.
-
-    Raises:
-        DTypeError: not ints.
-        InputError: outside, or out of order.
-    """
-    remedy = "Split [0, 2^64) into ranges as Python ints."
-    whole("stop of a range of hashes", stop, 0, HASHES, remedy=remedy)
-    whole("start of a range of hashes", start, 0, stop, remedy=remedy)
-
-
-def check_bits(bits: int) -> None:
-    """Check the bits of a histogram, 0..MOST_BITS.
-
-    Raises:
-        DTypeError: not an int.
-        InputError: outside.
-    """
-    remedy = f"A histogram has at most 2^{MOST_BITS} bins."
-    whole("bits of a histogram", bits, 0, MOST_BITS, remedy=remedy)
-
-
-class Snapshot(Protocol):
+@uncompiled
+class Snapshot(ABC):
     """The rows that a shard had when `Shard.snapshot` closed a version.
 
     Between its making and `close` each row is kept as at the snapshot, whatever later methods do
@@ -471,45 +453,102 @@ class Snapshot(Protocol):
     read snapshots of their own.
 
     Attributes:
-        version: the closed version it shows.
-        since: rows stamped in `(since, version]` are in it; 0: all rows.
+        since, version: rows stamped in `(since, version]` are in it, a closed version; since 0:
+            all rows.
         concurrent: whether methods that change rows may be called before `close`. Where not, they
             raise `InputError`; reading methods never do.
     """
 
-    @property
-    def version(self) -> int: ...
-    @property
-    def since(self) -> int: ...
-    @property
-    def concurrent(self) -> bool: ...
+    concurrent = True
+
+    def __init__(self, specs: Sequence[TableSpec], since: int, version: int) -> None:
+        self._specs = tuple(specs)
+        self.since, self.version = since, version
+        self._reading = threading.Lock()
+        self._open, self._gives_way = True, False
+
+    def __reduce__(self) -> Any:
+        raise not_copied("a snapshot")
 
     def histogram(self, table: int, bits: int) -> Tensor:
-        """Rows by the top `bits` of their hash: int64 [2^bits], bits in [0, 20]."""
+        """Rows by the top `bits` of their hash: int64 [2^bits] on the CPU, bits in [0, 20].
+
+        Raises:
+            InputError: no such table, bits outside, or the snapshot is closed.
+            CheckpointError: copies of changed rows could not be kept.
+        """
+        remedy = f"A histogram has at most 2^{MOST_BITS} bins."
+        whole("bits of a histogram", bits, 0, MOST_BITS, remedy=remedy)
+        with self._reading:
+            self._check(table)
+            return self._histogram(table, bits)
 
     def read(self, table: int, start: int, stop: int, *, state: bool = True) -> RowChunk:
-        """Rows with `start <= h < stop`, ordered by h; 0 <= start <= stop <= HASHES.
+        """Rows with `start <= h < stop`, ordered by h, on the CPU; 0 <= start <= stop <= HASHES.
 
         Ranges may be asked for in any order, each as often as wanted; ascending order is quick.
         Without `state`, the chunk's state has no columns.
+
+        Raises:
+            InputError: no such table, a range outside, or the snapshot is closed.
+            CheckpointError: copies of changed rows could not be kept.
         """
+        remedy = "Split [0, 2^64) into ranges as Python ints."
+        whole("stop of a range of hashes", stop, 0, HASHES, remedy=remedy)
+        whole("start of a range of hashes", start, 0, stop, remedy=remedy)
+        with self._reading:  # what was found last is filled in; rows are kept until close()
+            self._check(table)
+            return self._read(table, start, stop, state)
 
     def deleted(self, table: int) -> Tensor:
-        """Ids int64 [U], by h, deleted in `(since, version]`, without a row at `version`."""
+        """Ids int64 [U] on the CPU, by h, deleted in `(since, version]`, without a row at
+        `version`.
+
+        Raises:
+            InputError: no such table, or the snapshot is closed.
+            CheckpointError: the log of deletions, or copies of changed rows, could not be kept.
+        """
+        with self._reading:
+            self._check(table)
+            return self._deleted(table)
 
     def give_way(self) -> None:
         """Leave cores to training: later reads use the calling thread only, where they had more."""
+        self._gives_way = True
 
     def close(self) -> None:
-        """Forget it; nothing is copied for it from now on. May be called twice."""
+        """Forget it, and let go of what it kept and no other open snapshot needs; nothing is copied
+        for it from now on. Waits for a read. May be called twice."""
+        with self._reading:
+            if self._open:
+                self._open = False
+                self._close()
 
-    def __enter__(self) -> Snapshot: ...
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def _check(self, table: int) -> None:
+        remedy = "Count the tables as in Shard.specs."
+        whole("table index", table, 0, len(self._specs) - 1, remedy=remedy)
+        if not self._open:
+            raise closed_snapshot()
+
+    @property
+    @abstractmethod
+    def stats(self) -> SnapshotStats:
+        """What it has cost so far; rows that an older snapshot copied for both are not counted."""
+
+    @abstractmethod
+    def _histogram(self, table: int, bits: int) -> Tensor: ...
+    @abstractmethod
+    def _read(self, table: int, start: int, stop: int, state: bool) -> RowChunk: ...
+    @abstractmethod
+    def _deleted(self, table: int) -> Tensor: ...
+    @abstractmethod
+    def _close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -49,9 +49,9 @@ def test_sums_that_do_not_fit_are_taken_in_slabs(
     monkeypatch.setattr(step_sums, "_SLAB_BYTES", 8 * 32)  # of eight rows
     slabs: list[int] = []
 
-    def sized(*arguments: Any) -> None:
+    def sized(*arguments: Any) -> Any:
         slabs.append(arguments[3])
-        inner(*arguments)
+        return inner(*arguments)
 
     inner = step_sums._sum
     monkeypatch.setattr(step_sums, "_sum", sized)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from shoal.kernels import index as table_index
 from shoal.kernels.index import erase, fold, list_handles, new_entries, probe, rebuild
 from shoal.kernels.tables import (
     BUCKET_SLOTS,
@@ -297,20 +298,19 @@ def test_rebuild_keeps_rows_and_drops_erased_slots(device: str, slots: int) -> N
     index.insert([(0, ids[::2])])
 
 
-def test_handles_are_listed_in_the_order_of_their_slots(device: str) -> None:
+def test_handles_are_listed_in_the_order_of_their_slots(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     index = Index(device, TableSize(slots=64), TableSize(slots=2048))
     index.insert([(1, [*range(90), *MARKERS]), (0, range(5))])
     index.erase([index.rows[1][id_] for id_ in (5, ERASED_KEY, 40)])
     expected = list(contents(index.tables, 1).values())
-    size = torch.full((1,), -1, dtype=torch.int32, device=device)
-    out = torch.full((100,), -7, dtype=torch.int32, device=device)
-    list_handles(index.tables.layout, 1, 2048, out, size)
-    assert out.tolist() == expected + [-7] * (100 - len(expected))
-    assert size.tolist() == [89]
-    list_handles(index.tables.layout, 1, 2048, out[:7].fill_(-5), size)
-    assert out[:8].tolist() == expected[:8]
-    list_handles(index.tables.layout, 0, 64, out, size)
-    assert size.tolist() == [5]
+    listed = list_handles(index.tables.entries[1])
+    assert (listed.dtype, listed.tolist()) == (torch.int32, expected)
+    assert len(expected) == 89
+    assert len(list_handles(index.tables.entries[0])) == 5
+    monkeypatch.setattr(table_index, "_LIST_BUCKETS", 7)
+    assert list_handles(index.tables.entries[1]).tolist() == expected
 
 
 def test_nothing_is_asked_nothing_happens(device: str) -> None:
@@ -319,6 +319,4 @@ def test_nothing_is_asked_nothing_happens(device: str) -> None:
     index.insert([])
     index.find([(0, []), (0, [])])
     index.erase([])
-    size = torch.full((1,), -1, dtype=torch.int32, device=device)
-    list_handles(index.tables.layout, 0, 64, torch.empty(0, dtype=torch.int32, device=device), size)
-    assert size.tolist() == [0]
+    assert list_handles(index.tables.entries[0]).tolist() == []

@@ -72,10 +72,7 @@ class Stress:
         return handles
 
     def listed(self, table: int) -> Tensor:
-        out = torch.empty_like(self.tables.free_lists[table])
-        size = torch.empty(1, dtype=torch.int32, device=self.device)
-        list_handles(self.tables.layout, table, self.tables.sizes[table].slots, out, size)
-        return out[: int(size)]
+        return list_handles(self.tables.entries[table])
 
     def ids_of(self, handles: Tensor) -> Tensor:
         assert int(handles.min()) >= 0

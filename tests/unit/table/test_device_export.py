@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.ids import salt
-from shoal.kernels.rows import Metadata, read_metadata, write_metadata, write_weights
+from shoal.kernels.rows import read_metadata, write_metadata, write_weights
 from shoal.kernels.tables import RowForm
 from shoal.placement import hash_ids, sort_key
 from shoal.table.cuda import export
@@ -78,15 +78,8 @@ class TestWholeRows:
         order = sort_key(hash_ids("t", chunk.ids)).argsort()
         exported = export.export_rows(tables.layout, form, "t", handles_R)
         assert same_rows(exported, picked(chunk, order))
-        entry = export.entry_of(tables.layout, form, handles_R[3:4])
-        assert entry is not None
-        assert (entry.id, entry.version) == (ids[3], int(chunk.versions[3]))
-        assert (entry.last_seen_s, entry.count) == (
-            int(chunk.last_seen_s[3]),
-            int(chunk.counts[3]),
-        )
-        assert torch.equal(entry.weights, chunk.weights[3])
-        assert torch.equal(entry.state, chunk.state[3])
+        one = export.read_rows(tables.layout, form, "t", handles_R[3:4])
+        assert same_rows(one, picked(chunk, torch.tensor([3])))
 
     def test_no_rows(self, device: str) -> None:
         form, size = form_of(torch.float32, 4, 2)
@@ -95,19 +88,17 @@ class TestWholeRows:
         chunk = export.export_rows(tables.layout, form, "t", none_R)
         assert (chunk.weights.shape, chunk.state.shape) == ((0, 4), (0, 2))
         export.write_rows(tables.layout, form, none_R, chunk)
-        missing = torch.tensor([-1], dtype=torch.int32, device=device)
-        assert export.entry_of(tables.layout, form, missing) is None
 
     def test_metadata_alone(self, device: str) -> None:
         tables = make_tables([SIZE], device)
         handles_R = filled(tables, 0, [Meta(id_, 7, 8, 9) for id_ in range(4)])
-        counts = torch.tensor([5, 6, 2**32 - 1, 5], device=device)
-        twice = handles_R[[0, 1, 2, 0]]
-        write_metadata(tables.layout, twice, Metadata(counts=counts))
+        counts = torch.tensor([5, 6, 2**32 - 1, 5, 4], device=device)
+        twice = torch.cat([handles_R[[0, 1, 2, 0]], torch.full_like(handles_R[:1], -1)])
+        write_metadata(tables.layout, twice, counts + 1 - counts, counts * 0 + 3, counts)
         assert read_metadata(tables.layout, handles_R).tolist() == [
             [0, 1, 2, 3],
-            [9] * 4,
-            [7] * 4,
+            [1, 1, 1, 9],
+            [3, 3, 3, 7],
             [5, 6, 2**32 - 1, 8],
         ]
 

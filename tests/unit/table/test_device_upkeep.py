@@ -15,17 +15,11 @@ from shoal import Expiry, Segment, TableSpec
 from shoal.ids import mix64, salt, to_signed
 from shoal.kernels import lowest_rows
 from shoal.kernels.index import erase, probe
-from shoal.kernels.row_changes import pin_marks
+from shoal.kernels.row_changes import Scan, expired_rows, pin_marks
 from shoal.kernels.rows import read_metadata
 from shoal.table.cpu.shard import CpuShard
 from shoal.table.cuda import eviction, index
-from shoal.table.cuda.eviction import (
-    Lives,
-    Scored,
-    expired_many,
-    lowest_many,
-    scored_jobs,
-)
+from shoal.table.cuda.eviction import Lives, scored_jobs
 from shoal.table.cuda.shard import CudaShard
 from shoal.table.shard import StepContext
 from support.device_fill import DEVICE, LANE, Meta, fill, filled
@@ -44,6 +38,17 @@ def dropped(tables: DeviceTables, result: tuple[Tensor, Tensor]) -> list[int]:
         chunk, place = tables.chunk_of(handle)
         assert chunk.versions[place] == 0
     return sorted(tables.id_of(handle) for handle in handles)
+
+
+def lowest(
+    tables: DeviceTables,
+    jobs_EW: Tensor,
+    rows: int,
+    drops: Sequence[int],
+    marks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    scan, drops_E = Scan(jobs_EW, rows, marks=marks), torch.tensor(drops, device=jobs_EW.device)
+    return lowest_rows.lowest_rows(tables.layout, scan, drops_E, sum(drops))
 
 
 def core_order(rows: Sequence[Meta], kind: str) -> list[int]:
@@ -95,8 +100,8 @@ class TestLowest:
         rows = drawn(random.Random(drop), 100, seconds=4, counts=3)
         tables = make_tables([SIZE], device)
         filled(tables, 0, rows)
-        jobs = scored_jobs([Scored(0, kind)], torch.device(device))
-        result = lowest_many(tables.layout, jobs, 256, [drop])
+        jobs = scored_jobs([(0, kind)], torch.device(device))
+        result = lowest(tables, jobs, 256, [drop])
         assert dropped(tables, result) == sorted(core_order(rows, kind)[:drop])
 
     @pytest.mark.parametrize("seconds", [1, 3, 1000] if DEVICE == "cuda" else [3, 1000])
@@ -109,9 +114,9 @@ class TestLowest:
         rows = drawn(random.Random(seconds), 300, seconds=seconds, counts=2)
         tables = make_tables([TableSize(rows=500, slots=1024, salt=SALT)], device)
         filled(tables, 0, rows)
-        jobs = scored_jobs([Scored(0, "lru")], torch.device(device))
+        jobs = scored_jobs([(0, "lru")], torch.device(device))
         drops_E = torch.tensor([drop], device=device)
-        result = lowest_many(tables.layout, jobs, 300, drops_E, most=300)
+        result = lowest_rows.lowest_rows(tables.layout, Scan(jobs, 300), drops_E, 300)
         assert dropped(tables, result) == sorted(core_order(rows, "lru")[:drop])
 
     def test_several_tables_at_once(self, device: str) -> None:
@@ -120,9 +125,9 @@ class TestLowest:
         tables = make_tables([SIZE] * 3, device)
         for table, rows in enumerate(parts):
             filled(tables, table, rows)
-        scored = [Scored(2, "lfu"), Scored(0, "lru")]
+        scored = [(2, "lfu"), (0, "lru")]
         jobs = scored_jobs(scored, torch.device(device))
-        result = lowest_many(tables.layout, jobs, 64, [10, 5])
+        result = lowest(tables, jobs, 64, [10, 5])
         expected = core_order(parts[2], "lfu")[:10] + core_order(parts[0], "lru")[:5]
         assert dropped(tables, result) == sorted(expected)
 
@@ -134,8 +139,8 @@ class TestLowest:
         held_N = handles_N[[0, 2, 7, 0]].clone()
         held_N[3] = -1
         marks = pin_marks([held_N, handles_N[3:4]], len(tables.chunks))
-        jobs = scored_jobs([Scored(0, "lru")], torch.device(device))
-        result = lowest_many(tables.layout, jobs, 32, [4], marks)
+        jobs = scored_jobs([(0, "lru")], torch.device(device))
+        result = lowest(tables, jobs, 32, [4], marks)
         assert dropped(tables, result) == [1, 5, 6, 8]
 
 
@@ -163,14 +168,16 @@ class TestExpired:
         )
         expected = sorted(row.id for row, gone in zip(rows, gone_N.tolist(), strict=True) if gone)
         lives = Lives([(0, Expiry(ttl_s=0)), (1, expiry)], torch.device(device))
-        assert dropped(tables, expired_many(tables.layout, lives, 64, 100)) == expected
+        assert (
+            dropped(tables, expired_rows(tables.layout, Scan(lives.jobs_EW, 64), 100)) == expected
+        )
 
     def test_pinned_rows_stay(self, device: str) -> None:
         tables = make_tables([SIZE], device)
         handles_N = filled(tables, 0, [Meta(id_, seen=10) for id_ in range(8)])
         marks = pin_marks([handles_N[2:5]], len(tables.chunks))
         lives = Lives([(0, Expiry(ttl_s=1))], torch.device(device))
-        result = expired_many(tables.layout, lives, 64, 11, marks)
+        result = expired_rows(tables.layout, Scan(lives.jobs_EW, 64, marks=marks), 11)
         assert dropped(tables, result) == [0, 1, 5, 6, 7]
 
 
@@ -184,9 +191,9 @@ def test_what_goes_can_be_erased_and_comes_back(device: str) -> None:
     chunk = tables.chunks[0]
     chunk.versions[:40], chunk.counts[:40] = 1, 0
     chunk.seen[handles_N.long()] = torch.arange(40, dtype=torch.int32, device=device)
-    jobs = scored_jobs([Scored(0, "lru")], torch.device(device))
+    jobs = scored_jobs([(0, "lru")], torch.device(device))
     for step in range(3):
-        gone = lowest_many(tables.layout, jobs, 64, [5])
+        gone = lowest(tables, jobs, 64, [5])
         erase(tables.layout, *gone)
         probe(tables.layout, call, handles_N, None, None, insert=False)
         missing = [id_ for id_, handle in zip(ids, handles_N.tolist(), strict=True) if handle < 0]
@@ -196,7 +203,7 @@ def test_what_goes_can_be_erased_and_comes_back(device: str) -> None:
     probe(tables.layout, call, fresh_N, None, None, insert=True)
     # New rows are the freed ones, which hold nothing yet: five of the list's end and the next.
     chunk.versions[fresh_N.long()], chunk.seen[fresh_N.long()] = 2, 0
-    assert dropped(tables, lowest_many(tables.layout, jobs, 64, [7])) == [*range(6), 115]
+    assert dropped(tables, lowest(tables, jobs, 64, [7])) == [*range(6), 115]
 
 
 @pytest.mark.parametrize(
@@ -225,8 +232,8 @@ def test_large_tables(
         hashes = mix64(torch.from_numpy(ids) ^ to_signed(SALT)).numpy().view(np.uint64)
         order = np.lexsort((hashes, counts, seen) if kind == "lru" else (hashes, seen, counts))
         expected += ids[order[versions[order] != 0]][:drop].tolist()
-    jobs = scored_jobs([Scored(table, kind) for table in range(3)], torch.device(device))
-    out_M, size_1 = lowest_many(tables.layout, jobs, rows, drops)
+    jobs = scored_jobs([(table, kind) for table in range(3)], torch.device(device))
+    out_M, size_1 = lowest(tables, jobs, rows, drops)
     got = read_metadata(tables.layout, out_M[: int(size_1)])[0]
     assert sorted(got.tolist()) == sorted(expected)
 

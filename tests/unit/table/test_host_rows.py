@@ -52,7 +52,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     def on_cpu(specs: Sequence[TableSpec], **named: Any) -> cuda.CudaShard:
         return made(specs, **{**named, "device": "cpu"})
 
-    monkeypatch.setattr(factory, "_missing", lambda where: None)
+    monkeypatch.setattr(factory, "missing_device", lambda where: None)
     monkeypatch.setattr(cuda, "CudaShard", on_cpu)
 
 

@@ -14,7 +14,6 @@ from shoal.address import address, empty_flags, empty_rows, fresh_address
 from shoal.errors import ConfigError, InputError
 from shoal.lookup import PoolPlan
 from shoal.table import checks, native, rows, shard
-from shoal.table import native as refusals
 from shoal.table.cpu.snapshot import CpuSnapshot
 from shoal.table.factory import shard_copied
 from shoal.table.native import RateList, table_dict
@@ -40,16 +39,14 @@ from shoal.uncompiled import uncompiled
 
 
 @uncompiled
+@dataclass(slots=True, eq=False, repr=False)
 class CpuTicket:
     """See `shoal.table.shard.Ticket`; ends with this object at the latest."""
 
-    __slots__ = ("core", "groups", "native", "shard")
-
-    def __init__(self, shard: object, core: Any, groups: IdGroups, native: Any) -> None:
-        self.shard = shard
-        self.core = core
-        self.groups = groups
-        self.native = native
+    shard: object
+    core: Any
+    groups: IdGroups
+    native: Any
 
     def __reduce__(self) -> Any:
         raise not_copied("a ticket")
@@ -71,9 +68,6 @@ class CpuTicket:
     def end(self) -> None:
         """Release the rows; a second call does nothing."""
         self.core.end()
-
-
-_CPU = torch.device("cpu")
 
 
 _NAN_POLICY = {"raise": 0, "skip": 1, "clip": 2}
@@ -102,9 +96,16 @@ class CpuShard:
         seed: with the table's name and the id, the key of every initial value.
         threads: threads a call may use; None follows `torch.get_num_threads()` at each call.
 
+    Attributes:
+        specs: the tables, in the order their indices name them.
+        seed: as given.
+        device: the CPU.
+
     Thread-safe. Lookups run in parallel; a method that changes rows has the shard to itself, first
     come first served. Summation order is fixed, whatever the thread count.
     """
+
+    device = torch.device("cpu")
 
     def __init__(
         self, specs: Sequence[TableSpec], *, seed: int = 0, threads: int | None = None
@@ -118,13 +119,13 @@ class CpuShard:
                 allowed=f"None or 1..{MAX_THREADS}",
                 remedy="Leave it out to follow torch.get_num_threads().",
             )
-        self._specs = tuple(specs)
+        self.specs = tuple(specs)
+        self.seed = seed
         self._core = _core.Shard([table_dict(spec, seed) for spec in specs])
         self._threads = threads
-        self._seed = seed
-        self._dims = tuple(spec.dim for spec in self._specs)
-        self._reals = tuple(rows.real_dtype(spec) for spec in self._specs)
-        self._rate_list = RateList(self._specs)
+        self._dims = tuple(spec.dim for spec in self.specs)
+        self._reals = tuple(rows.real_dtype(spec) for spec in self.specs)
+        self._rate_list = RateList(self.specs)
         self._plans: dict[tuple[int, int], _KeptPlan] = {}
 
     __reduce__ = shard_copied
@@ -132,23 +133,8 @@ class CpuShard:
     def _lanes(self) -> int:
         return self._threads or torch.get_num_threads()
 
-    @property
-    def specs(self) -> tuple[TableSpec, ...]:
-        """The tables, in the order their indices name them."""
-        return self._specs
-
-    @property
-    def device(self) -> torch.device:
-        """The CPU."""
-        return _CPU
-
-    @property
-    def seed(self) -> int:
-        """Seed of initial values."""
-        return self._seed
-
     def _groups(self, groups: IdGroups) -> Any:
-        return checks.groups(groups, len(self._specs))
+        return checks.groups(groups, len(self.specs))
 
     def _per_group(self, groups: IdGroups) -> list[Tensor]:
         if len(self._dims) == 1 and groups.tables_G.numel() == 1:
@@ -189,7 +175,7 @@ class CpuShard:
 
     def find(self, groups: IdGroups, *, out: Tensor | None = None) -> Found:
         """Read rows; never inserts. `out` [N, D] receives the rows of a single group."""
-        core = checks.groups(groups, len(self._specs))
+        core = checks.groups(groups, len(self.specs))
         if out is None:
             outputs = self._per_group(groups)
             places = [fresh_address(o) for o in outputs]
@@ -205,11 +191,11 @@ class CpuShard:
     ) -> tuple[Tensor, ...]:
         """`find`, pooled: one [B, width] per output."""
         core = self._groups(groups)
-        native, dtypes = self._plan(plan, groups)
+        compiled, dtypes = self._plan(plan, groups)
         bags = checks.bags(groups, core, offsets_GB1, weights_N)
         outputs = self._outputs(plan, dtypes, bags[1])
         places = [fresh_address(o) for o in outputs]
-        self._core.find_pooled(core, native, *bags, places, self._lanes())
+        self._core.find_pooled(core, compiled, *bags, places, self._lanes())
         return outputs
 
     def _outputs(
@@ -229,13 +215,13 @@ class CpuShard:
         step = ctx.global_step, ctx.event_time_s
         try:
             ticket = self._core.find_or_init(core, counts, *step, self._lanes())
-        except refusals.CORE_ERRORS as error:
-            raise refusals.reworded(error) from None
+        except native.CORE_ERRORS as error:
+            raise native.reworded(error) from None
         return CpuTicket(self, ticket, groups, core)
 
     def _own(self, ticket: object) -> CpuTicket:
         if not isinstance(ticket, CpuTicket) or ticket.shard is not self or not ticket.core.live:
-            raise refusals.foreign_ticket()
+            raise native.foreign_ticket()
         return ticket
 
     def gather(self, ticket: object, *, ctx: StepContext) -> tuple[Tensor, ...]:
@@ -256,8 +242,8 @@ class CpuShard:
         places = [fresh_address(o) for o in outputs]
         try:
             self._core.gather(own.core, plan, *bags, places, ctx.global_step, self._lanes())
-        except refusals.CORE_ERRORS as error:
-            raise refusals.reworded(error) from None
+        except native.CORE_ERRORS as error:
+            raise native.reworded(error) from None
 
     def gather_pooled(
         self,
@@ -270,15 +256,15 @@ class CpuShard:
     ) -> tuple[Tensor, ...]:
         """Read and pool the ticket's rows now: one [B, width] per output."""
         own = self._own(ticket)
-        native, dtypes = self._plan(plan, own.groups)
+        compiled, dtypes = self._plan(plan, own.groups)
         bags = checks.bags(own.groups, own.native, offsets_GB1, weights_N)
         outputs = self._outputs(plan, dtypes, bags[1])
-        self._gather(own, native, bags, outputs, ctx)
+        self._gather(own, compiled, bags, outputs, ctx)
         return outputs
 
     def _records(self, records: Sequence[GradRecord]) -> tuple[list[Any], list[Tensor]]:
         """Core records, and the contiguous gradients that must outlive the call."""
-        native = []
+        made = []
         kept: list[Tensor] = []
         for record in records:
             own = self._own(record.ticket)
@@ -286,7 +272,7 @@ class CpuShard:
             if record.plan is not None:
                 plan, dtypes = self._plan(record.plan, own.groups)
                 if record.offsets_GB1 is None:
-                    raise refusals.plan_without_offsets()
+                    raise native.plan_without_offsets()
                 bags = checks.bags(own.groups, own.native, record.offsets_GB1, record.weights_N)
                 shapes = [
                     ((bags[1], output.width), dtype)
@@ -297,8 +283,8 @@ class CpuShard:
             grads = checks.grads(record.grads, shapes)
             kept.extend(grads)
             places = [address(g) for g in grads]
-            native.append(_core.Record(own.core, plan, *bags, places, record.scale))
-        return native, kept
+            made.append(_core.Record(own.core, plan, *bags, places, record.scale))
+        return made, kept
 
     def _group_shapes(self, groups: IdGroups) -> list[tuple[tuple[int, int], torch.dtype]]:
         splits = groups.splits_G1.tolist()
@@ -309,22 +295,22 @@ class CpuShard:
 
     def _step(self, ctx: StepContext) -> tuple[Any, ...]:
         """What the core knows of a step: learning rates, step, time, NaN policy, threads."""
-        checks.rates(ctx, self._specs)
+        checks.rates(ctx, self.specs)
         rates = self._rate_list.at(ctx.global_step, ctx.learning_rates)
         policy = (_NAN_POLICY[ctx.nan_policy], ctx.nan_clip)
         return rates, ctx.global_step, ctx.event_time_s, *policy, self._lanes()
 
     def apply(self, records: Sequence[GradRecord], *, ctx: StepContext) -> None:
         """Sum the gradients per row over all records, one optimizer step per admitted row."""
-        native, kept = self._records(records)
-        refusals.worded(lambda: self._core.apply(native, *self._step(ctx)))
+        made, kept = self._records(records)
+        native.worded(lambda: self._core.apply(made, *self._step(ctx)))
         del kept
 
     def sum_grads(self, records: Sequence[GradRecord]) -> SummedGrads:
         """The per-row sums `apply` would use, materialised; tickets stay live."""
-        native, kept = self._records(records)
+        made, kept = self._records(records)
         tables, ids, sums, counts = [], [], [], []
-        for part in self._core.sum(native):
+        for part in self._core.sum(made):
             ids_U = torch.empty(part.n, dtype=torch.int64, device="cpu")
             sums_UD = torch.empty(
                 part.n, self._dims[part.table], dtype=self._reals[part.table], device="cpu"
@@ -378,7 +364,7 @@ class CpuShard:
         shapes = self._group_shapes(groups)
         ready = checks.grads(grads, shapes)
         latest = checks.grads(seen, shapes) if seen else []
-        refusals.worded(
+        native.worded(
             lambda: self._core.apply_ids(
                 core,
                 counts,
@@ -396,7 +382,7 @@ class CpuShard:
         status_N = torch.empty(
             groups.ids_N.numel() if mode == _REINITIALIZE else 0, dtype=torch.int32, device="cpu"
         )
-        refusals.worded(
+        native.worded(
             lambda: self._core.write(
                 core,
                 mode,
@@ -467,7 +453,7 @@ class CpuShard:
             InputError: too many snapshots are open, `since` is of another incarnation, older than
                 the deletions that are kept or not of a closed version, or the buffer is negative.
         """
-        return CpuSnapshot(self._specs, self._core, since, buffer_bytes, self._lanes)
+        return CpuSnapshot(self.specs, self._core, since, buffer_bytes, self._lanes)
 
     def resume(self, version: int) -> Cursor:
         """After a load: close all versions up to `version` and keep deletions from here on.
@@ -488,8 +474,13 @@ class CpuShard:
 
     def export(self, table: int) -> RowChunk:
         """All rows of a table, ordered by hash."""
-        checks.table_index(table, len(self._specs))
-        return rows.chunk_of(self._specs[table], self._core.export(table))
+        checks.table_index(table, len(self.specs))
+        return self._chunk(table, self._core.export(table))
+
+    def _chunk(self, table: int, exported: Any) -> RowChunk:
+        chunk = rows.empty_chunk(self.specs[table], exported.n)
+        exported.copy_to(rows.pointers(chunk))
+        return chunk
 
     def expect(self, table: int, rows: int) -> None:
         """Reserve memory for so many rows in all; what is not filled later is not resident.
@@ -498,13 +489,13 @@ class CpuShard:
             InputError: rows is negative.
             DTypeError: no int.
         """
-        checks.table_index(table, len(self._specs))
+        checks.table_index(table, len(self.specs))
         self._core.expect(table, checks.expected_rows(rows))
 
     def load(self, table: int, chunk: RowChunk) -> None:
         """Upsert rows with their state and metadata."""
-        checks.table_index(table, len(self._specs))
-        spec = self._specs[table]
+        checks.table_index(table, len(self.specs))
+        spec = self.specs[table]
         ready = checks.chunk(chunk, spec, rows.weight_dtype(spec), rows.real_dtype(spec))
         columns = [address(tensor) for tensor in ready]
         count = ready[0].numel()
@@ -512,12 +503,12 @@ class CpuShard:
 
     def entry(self, table: int, id: int) -> Entry | None:
         """One row in full, or None."""
-        checks.table_index(table, len(self._specs))
-        return rows.entry_of(rows.chunk_of(self._specs[table], self._core.entry(table, id)))
+        checks.table_index(table, len(self.specs))
+        return rows.entry_of(self._chunk(table, self._core.entry(table, id)))
 
     def size(self, table: int) -> int:
         """Rows of a table."""
-        checks.table_index(table, len(self._specs))
+        checks.table_index(table, len(self.specs))
         return int(self._core.size(table))
 
     def clear(self, table: int) -> None:
@@ -526,12 +517,15 @@ class CpuShard:
         Raises:
             TicketError: a live ticket holds rows.
         """
-        checks.table_index(table, len(self._specs))
-        native.cleared(lambda: self._core.clear(table), self._specs[table].name)
+        checks.table_index(table, len(self.specs))
+        try:
+            self._core.clear(table)
+        except _core.TicketStateError:
+            raise native.rows_held(self.specs[table].name) from None
 
     def admission_state(self, table: int) -> AdmissionState:
         """Counts of ids without a row; survives a restart through `load_admission_state`."""
-        checks.table_index(table, len(self._specs))
+        checks.table_index(table, len(self.specs))
         return rows.admission_of(self._core, table)
 
     def load_admission_state(self, table: int, state: AdmissionState) -> None:
@@ -540,8 +534,8 @@ class CpuShard:
         Raises:
             ShapeError: the sketch has another size than the spec's.
         """
-        checks.table_index(table, len(self._specs))
-        rows.load_admission(self._core, table, self._specs[table], state)
+        checks.table_index(table, len(self.specs))
+        rows.load_admission(self._core, table, self.specs[table], state)
 
     @property
     def last_step(self) -> int:
@@ -556,7 +550,7 @@ class CpuShard:
         """Counters of every table."""
         return tuple(
             rows.stats_of(spec.name, self._core.stats(table))
-            for table, spec in enumerate(self._specs)
+            for table, spec in enumerate(self.specs)
         )
 
     def check(self) -> None:

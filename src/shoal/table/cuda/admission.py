@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from shoal.ids import salt, to_signed
 from shoal.kernels import admission
 from shoal.kernels.admission import SIDE_CELLS, move_counters
-from shoal.kernels.host_copies import retire, sent
+from shoal.kernels.host_copies import Landing, landing, retire, sent
 from shoal.kernels.tables import EMPTY_KEY, ERASED_KEY, CallGroups
 from shoal.rules.admission import Admission
 from shoal.rules.expiry import BySlot
@@ -56,15 +55,6 @@ class _Exact:
         self.erased = 0
 
 
-@dataclass
-class _CounterReport:
-    """Tallies on their way to the host, and the ids handed in to each table since."""
-
-    tallies_KC: Tensor
-    arrived: torch.cuda.Event | None
-    since: dict[int, int] = field(default_factory=dict)
-
-
 class AdmissionCounters:
     """Admission counters of all tables of a shard; not thread-safe.
 
@@ -104,7 +94,8 @@ class AdmissionCounters:
             torch.zeros(len(tables), 2, dtype=torch.int64, device=self._device),
             max((self._rules[table].sketch_depth for table in self._sketches), default=0),
         )
-        self._report: _CounterReport | None = None
+        # Tallies on their way to the host, and the ids handed in to each table since.
+        self._report: tuple[Landing, dict[int, int]] | None = None
         # Reports follow one another in the stream, so they may land in one place.
         self._landing_KC = torch.zeros(
             len(tables), 2, dtype=torch.int64, pin_memory=self._device.type == "cuda", device="cpu"
@@ -235,7 +226,8 @@ class AdmissionCounters:
             self._rebuild(table, exact, new)
         self._exact[table].taken += new
         if self._report is not None:
-            self._report.since[table] = self._report.since.get(table, 0) + new
+            since = self._report[1]
+            since[table] = since.get(table, 0) + new
 
     def _rebuild(self, table: int, source: _Exact, new: int) -> None:
         """Put a table's counts into a fresh index with room for as many again and `new` more."""
@@ -268,28 +260,17 @@ class AdmissionCounters:
 
     def _ask(self) -> None:
         """Send tallies to the host, unless some are on their way."""
-        if self._report is not None:
-            return
-        tallies_KC = self._tables.tallies_KC
-        if tallies_KC.device.type != "cuda":
-            self._report = _CounterReport(tallies_KC.clone(), None)
-            return
-        host_KC = self._landing_KC
-        host_KC.copy_(tallies_KC, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record(torch.cuda.current_stream(tallies_KC.device))
-        self._report = _CounterReport(host_KC, arrived)
+        if self._report is None:
+            self._report = landing(self._tables.tallies_KC, self._landing_KC), {}
 
     def _hear(self) -> None:
         """Tighten the bounds by tallies that have arrived."""
-        report = self._report
-        if report is None:
+        if self._report is None or not self._report[0].here(wait=False):
             return
-        if report.arrived is not None and not report.arrived.query():  # type: ignore[no-untyped-call]
-            return
+        tallies, since = self._report
         for table, exact in self._exact.items():
-            taken, exact.erased = report.tallies_KC[table].tolist()
-            exact.taken = taken + report.since.get(table, 0)
+            taken, exact.erased = tallies.host[table].tolist()
+            exact.taken = taken + since.get(table, 0)
         self._report = None
 
 

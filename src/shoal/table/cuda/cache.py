@@ -6,50 +6,24 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.errors import OutOfDeviceMemory
 from shoal.kernels import cache
+from shoal.kernels import tables as words
 from shoal.kernels.cache import CacheMaps
 from shoal.kernels.gradients import Runs
 from shoal.kernels.host_copies import retire
-from shoal.kernels.tables import (
-    CHUNK_BITS,
-    CHUNK_CAPACITY,
-    CHUNK_ROWS,
-    CHUNK_STATE,
-    CHUNK_TABLE,
-    CHUNK_WEIGHTS,
-    CHUNK_WORDS,
-    RowForm,
-    ShardLayout,
-)
+from shoal.kernels.tables import RowForm
+from shoal.table.cuda.memory import DeviceMemory
 from shoal.table.spec import CachePolicy
 
 _log = logging.getLogger("shoal.table")
 
 _ALL = (1 << 31) - 1  # later than every tick
-
-
-class ChunkLender(Protocol):
-    """What the cache wants of a shard's memory."""
-
-    @property
-    def layout(self) -> ShardLayout: ...
-
-    @property
-    def chunks(self) -> int:
-        """Chunks present; numbers of chunks are below."""
-        ...
-
-    def lend(self, columns_WC: NDArray[np.int64]) -> int:
-        """Add chunks that are no table's rows; returns the number of the first."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +78,7 @@ class RowCache:
 
     def __init__(
         self,
-        memory: ChunkLender,
+        memory: DeviceMemory,
         forms: Sequence[CachedForm],
         *,
         cache_bytes: int,
@@ -129,24 +103,24 @@ class RowCache:
         pools, columns, first = [], [], 0
         storage = self._allocated(slots_F)
         for place, (cached, slots) in enumerate(zip(self._forms, slots_F, strict=True)):
-            chunks = -(-slots // CHUNK_ROWS)
+            chunks = -(-slots // words.CHUNK_ROWS)
             pools.append(range(first, first + slots))
-            first += chunks * CHUNK_ROWS
-            starts = np.arange(chunks, dtype=np.int64) * CHUNK_ROWS
-            part = np.zeros((CHUNK_WORDS, chunks), dtype=np.int64)
+            first += chunks * words.CHUNK_ROWS
+            starts = np.arange(chunks, dtype=np.int64) * words.CHUNK_ROWS
+            part = np.zeros((words.CHUNK_WORDS, chunks), dtype=np.int64)
             weights, state = storage[2 * place : 2 * place + 2]
-            part[CHUNK_WEIGHTS] = weights.data_ptr() + starts * cached.form.weight_bytes
-            part[CHUNK_STATE] = state.data_ptr() + starts * cached.form.state_bytes
-            part[CHUNK_TABLE] = cached.table
-            part[CHUNK_CAPACITY] = np.minimum(slots - starts, CHUNK_ROWS)
+            part[words.CHUNK_WEIGHTS] = weights.data_ptr() + starts * cached.form.weight_bytes
+            part[words.CHUNK_STATE] = state.data_ptr() + starts * cached.form.state_bytes
+            part[words.CHUNK_TABLE] = cached.table
+            part[words.CHUNK_CAPACITY] = np.minimum(slots - starts, words.CHUNK_ROWS)
             columns.append(part)
         base = 0
         if first:
             replaced = self._memory.layout.chunks_WC
-            base = self._memory.lend(np.concatenate(columns, axis=1)) << CHUNK_BITS
+            base = self._memory.lend(np.concatenate(columns, axis=1)) << words.CHUNK_BITS
             retire(replaced)
         maps = cache.new_maps(
-            self._memory.chunks << CHUNK_BITS,
+            self._memory.chunks << words.CHUNK_BITS,
             base,
             tuple(pools),
             self._device,
@@ -175,7 +149,7 @@ class RowCache:
 
     def _follow(self) -> None:
         """Cover chunks that the shard has added."""
-        handles = self._memory.chunks << CHUNK_BITS
+        handles = self._memory.chunks << words.CHUNK_BITS
         known = self._maps.payload_H
         if handles > known.numel():
             longer = cache.resized(known, max(handles, known.numel() * 5 // 4))

@@ -251,7 +251,7 @@ class CallShapes:
             rooms[form] += int(sizes_G[g])
         tables_32 = np.array([*tables, *[0] * (count % 2)], dtype=np.int32)
         words = [np.array(splits), tables_32.view(np.int64), *map(np.array, starts.values())]
-        on_device = _together(words, self._device)
+        on_device = together(words, self._device)
         forms_G = tuple(self._form_of[k] for k in tables)
         sizes = tuple(sizes_G.tolist())
         rows = [self._forms[form] for form in forms_G]
@@ -274,7 +274,7 @@ class CallShapes:
         )
 
 
-def _together(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> list[Tensor]:
+def together(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> list[Tensor]:
     """int64 words on a device by one copy; each starts aligned, as a tensor of its own would."""
     sizes = [len(array) for array in arrays]
     rooms = [size + size % 2 for size in sizes]

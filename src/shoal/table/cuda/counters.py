@@ -10,15 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shoal.kernels import tables as words
 from shoal.kernels.initial_values import settle
-from shoal.kernels.tables import (
-    COUNT_ERASED,
-    COUNT_EVICTED,
-    COUNT_FREE,
-    COUNT_FRESH,
-    COUNT_ISSUED,
-    ShardLayout,
-)
+from shoal.kernels.tables import ShardLayout
 
 Counts = NDArray[np.int64]
 
@@ -81,13 +75,13 @@ class CounterReader:
     @property
     def used_K(self) -> Counts:
         """Index slots taken, by rows or by erased marks, when the latest counters left."""
-        used: Counts = self.rows_K + self.known_KC[:, COUNT_ERASED]
+        used: Counts = self.rows_K + self.known_KC[:, words.COUNT_ERASED]
         return used
 
     @property
     def erased(self) -> int:
         """Rows ever erased, all tables', when the latest counters left the device."""
-        return int(self.known_KC[:, COUNT_EVICTED].sum())
+        return int(self.known_KC[:, words.COUNT_EVICTED].sum())
 
     @property
     def erased_bound(self) -> int:
@@ -124,7 +118,7 @@ class CounterReader:
     def rebuilt(self, table: int) -> None:
         """A table's index holds no erased marks from here on; older counters still count them."""
         self._rebuilt_K[table] = self._rebuilt = self._sent
-        self.known_KC[table, COUNT_ERASED] = 0
+        self.known_KC[table, words.COUNT_ERASED] = 0
 
     def _arrive(self, *, wait: bool) -> bool:
         copy = self._flying[0]
@@ -136,10 +130,11 @@ class CounterReader:
         self._flying.popleft()
         known = self.known_KC
         known[:] = copy.values_KC
-        self.rows_K = known[:, COUNT_FRESH] + known[:, COUNT_ISSUED] - known[:, COUNT_FREE]
+        self.rows_K = known[:, words.COUNT_FRESH] + known[:, words.COUNT_ISSUED]
+        self.rows_K -= known[:, words.COUNT_FREE]
         self._known_launched_K[:] = copy.launched_K
         self._known_erasing = copy.erasing
         if self._rebuilt >= copy.taken:
-            known[self._rebuilt_K >= copy.taken, COUNT_ERASED] = 0
+            known[self._rebuilt_K >= copy.taken, words.COUNT_ERASED] = 0
         self._spare.append(copy)
         return True

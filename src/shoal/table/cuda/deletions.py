@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal import _core
-from shoal.kernels.host_copies import retire
+from shoal.kernels.host_copies import Landing, landing, retire
 from shoal.kernels.row_changes import LOG_WORDS, log_deleted
 from shoal.kernels.tables import ShardLayout
 from shoal.table import native
@@ -26,13 +25,6 @@ _ROOM = 1 << 16  # records of the buffer at least
 # only that they may have dropped as many as they may.
 _ERASES = 8
 _IN_FLIGHT = 4  # buffers on their way at most; a host further ahead waits for the oldest
-
-
-@dataclass(slots=True)
-class _Sent:
-    host_L: Tensor
-    room: int
-    arrived: torch.cuda.Event | None
 
 
 class DeviceDeletions:
@@ -54,7 +46,7 @@ class DeviceDeletions:
         self._buffer_L: Tensor | None = None
         self._room = 0
         self._erased_before = 0  # rows erased, at least, when the buffer was last empty
-        self._flying: deque[_Sent] = deque()
+        self._flying: deque[tuple[Landing, int]] = deque()  # and the records that there may be
 
     @property
     def open(self) -> bool:
@@ -162,14 +154,7 @@ class DeviceDeletions:
         if buffer_L is None or used <= 0:
             return
         filled_L = buffer_L[: 1 + LOG_WORDS * used]
-        if self._device.type == "cuda":
-            host_L = torch.empty(filled_L.shape, dtype=torch.int64, pin_memory=True, device="cpu")
-            host_L.copy_(filled_L, non_blocking=True)
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record(torch.cuda.current_stream(self._device))
-            self._flying.append(_Sent(host_L, used, arrived))
-        else:
-            self._flying.append(_Sent(filled_L.clone(), used, None))
+        self._flying.append((landing(filled_L), used))
         buffer_L[:1].zero_()
 
     def drain(self) -> None:
@@ -181,19 +166,13 @@ class DeviceDeletions:
     def _hear(self, *, but: int) -> None:
         """Log what has arrived, and wait until no more than so many buffers are on their way."""
         while self._flying:
-            sent = self._flying[0]
-            if sent.arrived is not None:
-                if len(self._flying) > but:
-                    sent.arrived.synchronize()
-                elif not sent.arrived.query():  # type: ignore[no-untyped-call]
-                    return
+            sent, room = self._flying[0]
+            if not sent.here(wait=len(self._flying) > but):
+                return
             self._flying.popleft()
-            self._take(sent)
-
-    def _take(self, sent: _Sent) -> None:
-        words_L = sent.host_L.numpy()
-        count = int(words_L[0])
-        if count > sent.room:
-            self._lost = True
-            return
-        self.append(words_L[1 : 1 + LOG_WORDS * count].view(RECORD))
+            words_L = sent.host.numpy()
+            count = int(words_L[0])
+            if count > room:
+                self._lost = True
+            else:
+                self.append(words_L[1 : 1 + LOG_WORDS * count].view(RECORD))

@@ -10,10 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.kernels.host_copies import sent
+from shoal.kernels.host_copies import Landing, landing, sent
 from shoal.kernels.row_changes import SPAN_ROWS, SPAN_WORDS
 from shoal.kernels.rows import (
-    Metadata,
     read_ids,
     read_metadata,
     read_values,
@@ -22,7 +21,7 @@ from shoal.kernels.rows import (
 )
 from shoal.kernels.tables import RowForm, ShardLayout
 from shoal.placement import hash_ids, sort_key
-from shoal.table.values import Entry, RowChunk
+from shoal.table.values import RowChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +56,6 @@ def _blocks(span: Span) -> NDArray[np.int64]:
 _PIECE_BYTES = 32 << 20
 
 Parts = tuple[Tensor, Tensor, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class _Landing:
-    """Pinned room for one piece, and the event after which it is filled."""
-
-    rows: slice
-    parts: tuple[Tensor, ...]
-    arrived: torch.cuda.Event | None
 
 
 def export_rows(
@@ -110,14 +100,20 @@ def gathered_rows(
     weights = torch.empty(rows, form.dim, dtype=form.dtype, device="cpu")
     state = torch.empty(rows, form.state_width, dtype=form.real, device="cpu")
     metadata = torch.empty(4, rows, dtype=torch.int64, device="cpu")
-    waiting: _Landing | None = None
+
+    def take(piece: slice, parts: list[Landing]) -> None:
+        for part in parts:
+            part.here(wait=True)
+        weights[piece], state[piece], metadata[:, piece] = (part.host for part in parts)
+
+    before: tuple[slice, list[Landing]] | None = None
     for piece in _pieces(form, rows):
-        landing = _landed(piece, gather(piece))
-        if waiting is not None:
-            _take(waiting, weights, state, metadata)
-        waiting = landing
-    if waiting is not None:
-        _take(waiting, weights, state, metadata)
+        parts = [landing(part) for part in gather(piece)]
+        if before is not None:
+            take(*before)
+        before = piece, parts
+    if before is not None:
+        take(*before)
     ids, versions, last_seen_s, counts = metadata.unbind()
     return RowChunk(name, ids, weights, state, versions, last_seen_s, counts)
 
@@ -135,42 +131,10 @@ def write_rows(layout: ShardLayout, form: RowForm, handles_R: Tensor, chunk: Row
         weights, state = sent(chunk.weights[piece], device), sent(chunk.state[piece], device)
         write_values(layout, form, own_R, weights, state)
         stamps = (chunk.versions.clamp(min=1), chunk.last_seen_s, chunk.counts)
-        write_metadata(layout, own_R, Metadata(*(sent(part[piece], device) for part in stamps)))
-
-
-def entry_of(layout: ShardLayout, form: RowForm, handle_1: Tensor) -> Entry | None:
-    """The row of a handle, int32 [1], in full; None for -1. Waits for the device."""
-    if int(handle_1) < 0:
-        return None
-    weights, state = read_values(layout, form, handle_1)
-    id_, version, last_seen_s, count = read_metadata(layout, handle_1)[:, 0].tolist()
-    return Entry(id_, weights[0].cpu(), state[0].cpu(), version, last_seen_s, count)
+        write_metadata(layout, own_R, *(sent(part[piece], device) for part in stamps))
 
 
 def _pieces(form: RowForm, rows: int) -> Iterator[slice]:
     step = max(_PIECE_BYTES // (form.weight_bytes + form.state_bytes + 32), 1)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
-
-
-def _landed(rows: slice, parts: tuple[Tensor, ...]) -> _Landing:
-    """Send parts of a piece to the host; a CPU's are there already."""
-    if parts[0].device.type != "cuda":
-        return _Landing(rows, parts, None)
-    landing = tuple(
-        torch.empty(part.shape, dtype=part.dtype, pin_memory=True, device="cpu").copy_(
-            part, non_blocking=True
-        )
-        for part in parts
-    )
-    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    arrived.record(torch.cuda.current_stream(parts[0].device))
-    return _Landing(rows, landing, arrived)
-
-
-def _take(landing: _Landing, weights: Tensor, state: Tensor, metadata: Tensor) -> None:
-    if landing.arrived is not None:
-        landing.arrived.synchronize()
-    weights[landing.rows] = landing.parts[0]
-    state[landing.rows] = landing.parts[1]
-    metadata[:, landing.rows] = landing.parts[2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,20 +14,14 @@ from shoal.kernels.admission import count_refused
 from shoal.kernels.host_copies import retire, sent
 from shoal.kernels.ids import dedup_first
 from shoal.kernels.initial_values import device_form
-from shoal.kernels.row_changes import overdrafts, pin_marks
+from shoal.kernels.lowest_rows import lowest_rows
+from shoal.kernels.row_changes import Scan, expired_rows, overdrafts, pin_marks
 from shoal.kernels.tables import CHUNK_ROWS, CHUNK_TABLE, CallGroups
 from shoal.table import native
 from shoal.table.cuda.admission import AdmissionCounters
 from shoal.table.cuda.calls import CallShape, ShardTables, probed
 from shoal.table.cuda.counters import Counts
-from shoal.table.cuda.eviction import (
-    Lives,
-    Scored,
-    expired_many,
-    lowest_many,
-    scanned_together,
-    scored_jobs,
-)
+from shoal.table.cuda.eviction import Lives, scanned_together, scored_jobs
 from shoal.table.cuda.host_rows import RowsOnHost
 from shoal.table.cuda.memory import DeviceMemory
 from shoal.table.cuda.side_stream import Lease
@@ -39,14 +32,6 @@ from shoal.table.shard import StepContext
 # A scan costs the table, not what it drops, so tables drop this share of their budget ahead.
 _AHEAD = 64
 _JOBS_KEPT = 16
-
-
-@dataclass(frozen=True, slots=True)
-class _TrimJobs:
-    """What trimming some tables takes, on the device: jobs, and budgets as `overdrafts` reads."""
-
-    jobs_EW: Tensor
-    budgets_EW: Tensor
 
 
 class Index:
@@ -88,7 +73,8 @@ class Index:
             [np.iinfo(np.int64).max if s.capacity_rows is None else s.capacity_rows for s in specs],
             dtype=np.int64,
         )
-        self._trims: dict[tuple[int, ...], _TrimJobs] = {}
+        # What trimming some tables takes, on the device: jobs, and budgets for `overdrafts`.
+        self._trims: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         # Most rows beyond its budget that each table holds because a trim ran out of memory.
         self._over_K: Counts = np.zeros(len(specs), dtype=np.int64)
 
@@ -97,19 +83,14 @@ class Index:
         return self.admission.counts_any(tables)
 
     def handles_of(self, table: int) -> Tensor:
-        """Handles of a table's rows, int32 [R]; counters are at hand."""
-        size = int(self._memory.counters.rows_K[table])
-        handles_R = torch.empty(size, dtype=torch.int32, device=self._tables.device)
-        size_1 = torch.zeros(1, dtype=torch.int32, device=self._tables.device)
-        slots = int(self._memory.slots_K[table])
-        table_index.list_handles(self._memory.layout, table, slots, handles_R, size_1)
-        return handles_R
+        """Handles of a table's rows, int32 [R]; waits for the device."""
+        return table_index.list_handles(self._memory.entries_of(table))
 
-    def evict(self, now_s: int, stream: torch.cuda.Stream | None) -> int:
+    def evict(self, now_s: int) -> int:
         """Drop expired rows, and those over a budget; returns how many. Waits for the device."""
         memory, history = self._memory, self._history
         counters = memory.counters
-        memory.settle(stream)
+        memory.settle(history.turns.stream)
         before = counters.erased
         held = [ticket.handles_N for ticket in self.tickets.live()]
         marks = pin_marks(held, memory.chunks_ready) if held else None
@@ -119,17 +100,18 @@ class Index:
             for part in self._scans(list(expiring)):
                 room = max(int(memory.rows_room_K[k]) for k in part)
                 lives = Lives([(k, expiring[k]) for k in part], self._tables.device)
-                gone_M, size_1 = expired_many(memory.layout, lives, room, now_s, marks)
+                scan = Scan(lives.jobs_EW, room, marks=marks)
+                gone_M, size_1 = expired_rows(memory.layout, scan, now_s)
                 if history.deletions.kept or history.open_snapshots():
                     # Few of many: room is needed for those only, and all of this waits.
                     gone_M = gone_M[: int(size_1)]
                 self._erase(gone_M, size_1)
-            memory.settle(stream)
+            memory.settle(history.turns.stream)
         over_K = np.where(self._limited_K, counters.rows_K - self._capacity_K, 0)
         tables = [int(k) for k in np.flatnonzero(over_K > 0)]
         if tables:
             self.drop(tables, [int(over_K[k]) for k in tables], marks)
-            memory.settle(stream)
+            memory.settle(history.turns.stream)
         return counters.erased - before
 
     def _trimmed_after(self, shape: CallShape) -> tuple[int, ...]:
@@ -168,30 +150,24 @@ class Index:
         if trim is None:
             if len(self._trims) >= _JOBS_KEPT:
                 for old in self._trims.values():
-                    retire(old.jobs_EW, old.budgets_EW)
+                    retire(*old)
                 self._trims.clear()
             trim = self._trims[tables] = self._made_trim(tables)
-        drops_E = overdrafts(self._memory.layout, trim.budgets_EW)
+        drops_E = overdrafts(self._memory.layout, trim[1])
         rows = int(self._memory.rows_room_K[rows_of].max())
         most = int((self._over_K[rows_of] + self._capacity_K[rows_of] // _AHEAD).sum())
-        gone_M, size_1 = lowest_many(
-            self._memory.layout, trim.jobs_EW, rows, drops_E, marks, most=most
-        )
-        self._erase(gone_M, size_1)
+        scan = Scan(trim[0], rows, marks=marks)
+        self._erase(*lowest_rows(self._memory.layout, scan, drops_E, most))
         self._over_K[rows_of] = 0
 
-    def _made_trim(self, tables: tuple[int, ...]) -> _TrimJobs:
+    def _made_trim(self, tables: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         capacity_E = self._capacity_K[list(tables)]
         budgets_EW = np.stack([np.array(tables), capacity_E, capacity_E // _AHEAD], axis=1)
-        return _TrimJobs(
-            self._jobs(tables), sent(torch.from_numpy(budgets_EW), self._tables.device)
-        )
+        return self._jobs(tables), sent(torch.from_numpy(budgets_EW), self._tables.device)
 
     def _jobs(self, tables: Sequence[int]) -> Tensor:
-        scored = [
-            Scored(k, "lfu" if self._tables.specs[k].on_full == "lfu" else "lru") for k in tables
-        ]
-        return scored_jobs(scored, self._tables.device)
+        kinds = [(k, self._tables.specs[k].on_full) for k in tables]
+        return scored_jobs(kinds, self._tables.device)
 
     def _with_room(
         self,
@@ -285,8 +261,9 @@ class Index:
         for part in self._scans(tables):
             rows = max(int(self._memory.rows_room_K[k]) for k in part)
             wanted = [drop_of[k] for k in part]
-            gone_M, size_1 = lowest_many(self._memory.layout, self._jobs(part), rows, wanted, marks)
-            self._erase(gone_M, size_1)
+            scan = Scan(self._jobs(part), rows, marks=marks)
+            drops_E = sent(wanted, self._tables.device)
+            self._erase(*lowest_rows(self._memory.layout, scan, drops_E, sum(wanted)))
 
     def _erase(self, handles_M: Tensor, size_1: Tensor) -> None:
         """Take dropped rows out of the index; their tables' free lists are long enough."""
@@ -304,7 +281,6 @@ class Index:
         call: CallGroups,
         counts_N: Tensor | None,
         ctx: StepContext,
-        stream: torch.cuda.Stream | None,
         *,
         admit_all: bool = False,
         may_drop: bool = True,
@@ -313,7 +289,6 @@ class Index:
         """Insert what is missing and admitted: handles int32 [N] and what was found, int8 [N].
 
         Args:
-            stream: the present one.
             admit_all: ask no admission.
             may_drop: make room in a full table as its spec says; False raises.
             lease: has the memory for both.
@@ -357,7 +332,7 @@ class Index:
             if loose:
                 self._trim(loose, shape, handles_N)
         finally:
-            self._memory.counters.send(self._memory.layout, stream)
+            self._memory.counters.send(self._memory.layout, self._history.turns.stream)
         return handles_N, met_N
 
     def _initialise(self, shape: CallShape, ctx: StepContext) -> None:

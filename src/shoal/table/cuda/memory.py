@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,40 +14,11 @@ from torch import Tensor
 from shoal.errors import OutOfDeviceMemory
 from shoal.ids import salt, to_signed
 from shoal.kernels import index
-from shoal.kernels.host_copies import retire, sent, staged
-from shoal.kernels.tables import (
-    BUCKET_BYTES,
-    BUCKET_SLOTS,
-    CHUNK_BITS,
-    CHUNK_CAPACITY,
-    CHUNK_COUNTS,
-    CHUNK_IDS,
-    CHUNK_ROWS,
-    CHUNK_SEEN,
-    CHUNK_STATE,
-    CHUNK_TABLE,
-    CHUNK_VERSIONS,
-    CHUNK_WEIGHTS,
-    CHUNK_WORDS,
-    COUNT_ERASED,
-    COUNT_WORDS,
-    FIRST_ROWS,
-    TABLE_DIRECTORY,
-    TABLE_ENTRIES,
-    TABLE_FIRST_COLUMN,
-    TABLE_FORM,
-    TABLE_FREE,
-    TABLE_MASK,
-    TABLE_SALT,
-    TABLE_SEED,
-    TABLE_STATE_BYTES,
-    TABLE_WEIGHT_BYTES,
-    TABLE_WORDS,
-    RowForm,
-    ShardLayout,
-)
+from shoal.kernels import tables as words
+from shoal.kernels.host_copies import retire, sent
+from shoal.kernels.tables import RowForm, ShardLayout
 from shoal.table import native
-from shoal.table.cuda.calls import ShardTables
+from shoal.table.cuda.calls import ShardTables, together
 from shoal.table.cuda.counters import CounterReader, Counts
 from shoal.table.cuda.mapped import RowMemory, row_memory
 
@@ -125,21 +96,9 @@ def _reason(error: RuntimeError) -> str:
 
 
 # Of a row: the words of its chunk that lead to them, and their bytes.
-_METADATA = ((CHUNK_IDS, 8), (CHUNK_VERSIONS, 4), (CHUNK_SEEN, 4), (CHUNK_COUNTS, 4))
+_UINT32 = words.CHUNK_VERSIONS, words.CHUNK_SEEN, words.CHUNK_COUNTS
+_METADATA = ((words.CHUNK_IDS, 8), *((word, 4) for word in _UINT32))
 METADATA_BYTES = sum(size for _, size in _METADATA)
-
-
-@dataclass(frozen=True)
-class ChunkBlock:
-    """Memory, or addresses only, of several chunks, and what owns it if not a RowMemory.
-
-    parts: each an address, and arrays as `_METADATA` has them. A chunk has its arrays of a part one
-    after the other, and chunks follow each other: memory behind the first addresses is enough for
-    the first chunks.
-    """
-
-    parts: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
-    owned: tuple[Tensor, ...] = ()
 
 
 def chunks_for(present: int, rows: int, target: int) -> list[int]:
@@ -150,94 +109,94 @@ def chunks_for(present: int, rows: int, target: int) -> list[int]:
     sizes: list[int] = []
     while rows + sum(sizes) < target:
         order = present + len(sizes)
-        full = FIRST_ROWS << order >= CHUNK_ROWS if order < 32 else True
+        full = words.FIRST_ROWS << order >= words.CHUNK_ROWS if order < 32 else True
         if full:
             missing = target - rows - sum(sizes)
-            return sizes + [CHUNK_ROWS] * (-(-missing // CHUNK_ROWS))
-        sizes.append(FIRST_ROWS << order)
+            return sizes + [words.CHUNK_ROWS] * (-(-missing // words.CHUNK_ROWS))
+        sizes.append(words.FIRST_ROWS << order)
     return sizes
 
 
 def new_block(
-    form: RowForm, rows: int, device: torch.device, own: RowMemory | None, host: PageLocked | None
-) -> ChunkBlock:
-    """Allocate chunks of so many rows; contents are whatever was there.
+    form: RowForm,
+    sizes: Sequence[int],
+    device: torch.device,
+    own: RowMemory | None,
+    host: PageLocked | None,
+) -> tuple[Counts, tuple[Tensor, ...]]:
+    """Allocate chunks of so many rows each; contents are whatever was there.
 
     Args:
         own: has addresses for them, with nothing behind; None: torch's allocator gives memory.
         host: where weights and state come from if not from the device.
 
+    Returns:
+        their columns of `ShardLayout.chunks_WC`, without their table; and the memory, if `own` does
+        not have it. In a part of memory, chunks follow each other, each with its arrays one after
+        the other: memory behind the first addresses is enough for the first chunks.
+
     Raises:
         torch.OutOfMemoryError: no room on the device.
         OutOfDeviceMemory: no more pinned host memory.
     """
-    weights, state = (CHUNK_WEIGHTS, form.weight_bytes), (CHUNK_STATE, form.state_bytes)
-    arrays = weights, state, *_METADATA
-    if host is not None:
-        parts = [host.take(rows * size) for _, size in (weights, state)]
-        parts.append(torch.empty(rows * METADATA_BYTES, dtype=torch.uint8, device=device))
-        addresses = [part.data_ptr() for part in parts]
-        of_each = ((weights,), (state,), _METADATA)
-        return ChunkBlock(tuple(zip(addresses, of_each, strict=True)), tuple(parts))
-    size = rows * bytes_of_row(form)
-    if own is not None:
-        return ChunkBlock(((own.take(size), arrays),))
-    made = torch.empty(size, dtype=torch.uint8, device=device)
-    return ChunkBlock(((made.data_ptr(), arrays),), (made,))
-
-
-def chunk_columns(block: ChunkBlock, sizes: Sequence[int], table: int) -> NDArray[np.int64]:
-    """The columns of `ShardLayout.chunks_WC` for the chunks of a block."""
+    weights, state = (words.CHUNK_WEIGHTS, form.weight_bytes), (words.CHUNK_STATE, form.state_bytes)
     rows_C = np.array(sizes, dtype=np.int64)
-    columns = np.zeros((CHUNK_WORDS, len(sizes)), dtype=np.int64)
-    for address, arrays in block.parts:
+    rows, owned = int(rows_C.sum()), tuple[Tensor, ...]()
+    parts = [(weights, state, *_METADATA)] if host is None else [(weights,), (state,), _METADATA]
+    if host is not None:
+        owned = (host.take(rows * weights[1]), host.take(rows * state[1]))
+    if host is not None or own is None:
+        size = rows * sum(size for _, size in parts[-1])
+        owned += (torch.empty(size, dtype=torch.uint8, device=device),)
+        addresses = [part.data_ptr() for part in owned]
+    else:
+        addresses = [own.take(rows * bytes_of_row(form))]
+    columns = np.zeros((words.CHUNK_WORDS, len(sizes)), dtype=np.int64)
+    for address, arrays in zip(addresses, parts, strict=True):
         at_C = address + (np.cumsum(rows_C) - rows_C) * sum(size for _, size in arrays)
         for word, size in arrays:
             columns[word] = at_C
             at_C = at_C + rows_C * size
-    columns[CHUNK_TABLE] = table
-    columns[CHUNK_CAPACITY] = rows_C
-    return columns
+    columns[words.CHUNK_CAPACITY] = rows_C
+    return columns, owned
 
 
 _FIRST_SLOTS = 64
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class TableMemory:
-    """What one table has allocated.
+    """What one table has allocated; replaced when it grows.
 
-    Attributes:
-        chunks: their numbers. The last ones may be addresses only, of rows to come.
-        reach: rows of all chunks.
-        ready: how many chunks have memory behind them. rows: that these have room for.
+    owned: memory of chunks that is not the shard's RowMemory. chunks: their numbers; the last ones
+    may be addresses only, of rows to come. reach: rows of all chunks. ready: how many chunks have
+    memory behind them; rows: that these have room for.
     """
 
-    __slots__ = (
-        "chunks",
-        "directory",
-        "entries",
-        "form",
-        "free_list",
-        "owned",
-        "reach",
-        "ready",
-        "rows",
-        "slots",
-    )
-
-    def __init__(self, form: RowForm, device: torch.device) -> None:
-        self.form = form
-        self.slots = _FIRST_SLOTS
-        self.entries: Tensor = index.new_entries(_FIRST_SLOTS, device)
-        self.directory: Tensor = torch.zeros(1, dtype=torch.int32, device=device)
-        self.free_list: Tensor = torch.zeros(1, dtype=torch.int32, device=device)
-        self.owned: list[Tensor] = []  # memory of chunks that is not the shard's RowMemory
-        self.chunks: list[int] = []
-        self.reach = self.ready = self.rows = 0
+    form: RowForm
+    entries: Tensor
+    chunks: tuple[int, ...]
+    directory: Tensor
+    owned: tuple[Tensor, ...]
+    free_list: Tensor
+    reach: int = 0
+    ready: int = 0
+    rows: int = 0
 
     @property
-    def index_bytes(self) -> int:
-        return 8 * self.entries.numel() + 4 * (self.free_list.numel() + self.directory.numel())
+    def slots(self) -> int:
+        """Of its index."""
+        return (len(self.entries) - 1) * words.BUCKET_SLOTS
+
+    @property
+    def places(self) -> dict[int, int]:
+        """Words of its line that change as it grows."""
+        return {
+            words.TABLE_ENTRIES: self.entries.data_ptr(),
+            words.TABLE_MASK: self.slots - 1,
+            words.TABLE_DIRECTORY: self.directory.data_ptr(),
+            words.TABLE_FREE: self.free_list.data_ptr(),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,47 +205,10 @@ class Growth:
     chunks have memory then, and `rows` more rows.
     """
 
-    table: int
-    form: RowForm
     sizes: tuple[int, ...]
     slots: int
     ready: int
     rows: int
-
-    @property
-    def bytes_wanted(self) -> int:
-        """Bytes of its rows and its index."""
-        buckets = self.slots // BUCKET_SLOTS + 1 if self.slots else 0
-        return self.rows * bytes_of_row(self.form) + buckets * BUCKET_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class AllocatedGrowth:
-    """A growth, the number of its first chunk, and what was allocated for it.
-
-    blocks: each with the sizes of its chunks, in their order; directory: a longer one, where the
-    table's has no room for them.
-    """
-
-    growth: Growth
-    first: int
-    blocks: tuple[tuple[ChunkBlock, tuple[int, ...]], ...]
-    directory: Tensor | None
-    entries: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class _News:
-    """Lines of all tables and columns of further chunks; the same, and the numbers of these chunks,
-    on the device; memory for the columns of all chunks, where there is too little.
-    """
-
-    lines_KT: Counts
-    columns_WC: Counts
-    staged_KT: Tensor
-    sent_WC: Tensor
-    numbers_C: Tensor
-    wider_WC: Tensor | None
 
 
 def bytes_of_row(form: RowForm) -> int:
@@ -308,7 +230,7 @@ _FRESH_SHARE = (5, 8)  # of slots, right after a rebuild at most: else the next 
 _NO_LIMIT = 1 << 31
 _GROWTH = 16  # a table grows by one such part of its rows at least
 _GROWTH_BYTES = 16 << 20  # at most
-MOST_CHUNKS = 1 << (31 - CHUNK_BITS)  # a handle is an int32 that is not negative
+MOST_CHUNKS = 1 << (31 - words.CHUNK_BITS)  # a handle is an int32 that is not negative
 
 
 class DeviceMemory:
@@ -323,6 +245,9 @@ class DeviceMemory:
     Attributes:
         layout: what kernels get; replaced when it grows.
         counters: what the host knows of the device's counters.
+        rows_room_K: rows that each table's chunks have room for.
+        slots_K: index slots of each table.
+        chunks: how many all tables have.
     """
 
     def __init__(self, tables: ShardTables, *, seed: int, host_rows: bool = False) -> None:
@@ -330,54 +255,36 @@ class DeviceMemory:
         specs, forms, form_of = tables.specs, tables.forms, tables.form_of
         self._host = PageLocked(device) if host_rows else None
         self._own = None if host_rows else row_memory(device)
-        self._tables = [TableMemory(forms[form], device) for form in form_of]
+        self._tables = [_first_memory(forms[form], device) for form in form_of]
         limits = [_NO_LIMIT if spec.capacity_rows is None else spec.capacity_rows for spec in specs]
         self._given_K: Counts = np.minimum(np.array(limits, dtype=np.int64), _NO_LIMIT)
         self._limits_K: Counts = self._given_K
-        self._lines_KT = np.zeros((len(specs), TABLE_WORDS), dtype=np.int64)
-        self._columns_WC: Counts = np.zeros((CHUNK_WORDS, 64), dtype=np.int64)
-        self._chunks = 0
-        self._room_K: Counts = np.zeros(len(specs), dtype=np.int64)
+        self._lines_KT = np.zeros((len(specs), words.TABLE_WORDS), dtype=np.int64)
+        self._columns_WC: Counts = np.zeros((words.CHUNK_WORDS, 64), dtype=np.int64)
+        self.chunks = 0
+        self.rows_room_K: Counts = np.zeros(len(specs), dtype=np.int64)
         for k, spec in enumerate(specs):
             form, line = forms[form_of[k]], self._lines_KT[k]
-            line[TABLE_SALT], line[TABLE_SEED] = to_signed(salt(spec.hash_name)), to_signed(seed)
-            line[TABLE_WEIGHT_BYTES], line[TABLE_STATE_BYTES] = form.weight_bytes, form.state_bytes
-            line[TABLE_FORM], line[TABLE_FIRST_COLUMN] = form_of[k], spec.first_column
-        counters_KC = torch.zeros(len(specs), COUNT_WORDS, dtype=torch.int64, device=device)
+            line[words.TABLE_SALT] = to_signed(salt(spec.hash_name))
+            line[words.TABLE_SEED] = to_signed(seed)
+            line[words.TABLE_WEIGHT_BYTES] = form.weight_bytes
+            line[words.TABLE_STATE_BYTES] = form.state_bytes
+            line[words.TABLE_FORM], line[words.TABLE_FIRST_COLUMN] = form_of[k], spec.first_column
+        counters_KC = torch.zeros(len(specs), words.COUNT_WORDS, dtype=torch.int64, device=device)
         self.counters = CounterReader(counters_KC)
         self.layout = ShardLayout(
             torch.empty(self._lines_KT.shape, dtype=torch.int64, device=device),
             counters_KC,
             torch.empty(self._columns_WC.shape, dtype=torch.int64, device=device),
         )
-        for k, table in enumerate(self._tables):
-            line = self._lines_KT[k]
-            line[TABLE_ENTRIES], line[TABLE_MASK] = table.entries.data_ptr(), table.slots - 1
-            line[TABLE_DIRECTORY] = table.directory.data_ptr()
-            line[TABLE_FREE] = table.free_list.data_ptr()
-        self._show(self._lines_KT, _staged(self._lines_KT, device))
+        self._replace(dict(enumerate(self._tables)))
         expected_K = np.array([max(spec.expected_rows, 1) for spec in specs], dtype=np.int64)
         self._make_room(expected_K, expected_K)
 
     @property
-    def rows_room_K(self) -> Counts:
-        """Rows that each table's chunks have room for."""
-        return self._room_K
-
-    @property
-    def slots_K(self) -> Counts:
-        """Index slots of each table."""
-        return self._slots_K
-
-    @property
-    def chunks(self) -> int:
-        """Chunks of all tables."""
-        return self._chunks
-
-    @property
     def columns_WC(self) -> Counts:
         """The columns of all chunks, as in `layout.chunks_WC`."""
-        return self._columns_WC[:, : self._chunks]
+        return self._columns_WC[:, : self.chunks]
 
     @property
     def chunks_ready(self) -> int:
@@ -394,7 +301,7 @@ class DeviceMemory:
         Raises:
             OutOfDeviceMemory: handles have no room for so many chunks; nothing has changed.
         """
-        more, first = columns_WC.shape[1], self._chunks
+        more, first = columns_WC.shape[1], self.chunks
         self._check_chunks(more)
         wider_WC = self._wider(more)
         self._append(columns_WC, sent(torch.from_numpy(columns_WC.copy()), self.device), wider_WC)
@@ -402,18 +309,18 @@ class DeviceMemory:
 
     def _wider(self, more: int) -> Tensor | None:
         """Memory for the columns of all chunks and so many more; None where there is room."""
-        last, wide = self._chunks + more, self._columns_WC.shape[1]
+        last, wide = self.chunks + more, self._columns_WC.shape[1]
         if last <= wide:
             return None
         wide = max(2 * wide, _power(last))
-        return torch.zeros(CHUNK_WORDS, wide, dtype=torch.int64, device=self.device)
+        return torch.zeros(words.CHUNK_WORDS, wide, dtype=torch.int64, device=self.device)
 
     def _append(self, columns_WC: Counts, sent_WC: Tensor, wider_WC: Tensor | None) -> None:
         """Have kernels see further chunks; allocates nothing on the device.
 
         Columns that are there stay as they are: another stream may be reading them.
         """
-        first, last = self._chunks, self._chunks + columns_WC.shape[1]
+        first, last = self.chunks, self.chunks + columns_WC.shape[1]
         if wider_WC is not None:
             layout, host_WC = self.layout, np.zeros(wider_WC.shape, dtype=np.int64)
             host_WC[:, :first] = self._columns_WC[:, :first]
@@ -423,7 +330,7 @@ class DeviceMemory:
             self.layout = ShardLayout(layout.tables_KT, layout.counters_KC, wider_WC)
         self._columns_WC[:, first:last] = columns_WC
         self.layout.chunks_WC[:, first:last] = sent_WC
-        self._chunks = last
+        self.chunks = last
 
     def reserve(self, new_K: Counts) -> None:
         """Make sure that `new_K` more ids of each table can be inserted, and count them.
@@ -433,21 +340,20 @@ class DeviceMemory:
         """
         counters = self.counters
         counters.poll()
-        if not self._roomy(new_K):
+        lacking_K, crowded_K = self._short(counters.flying_K + new_K)
+        if (lacking_K | crowded_K).any():
             # A host that is ahead knows little. It loses nothing by waiting until two calls are
             # left under way: the device has those to do.
             counters.wait(but=2)
-            if not self._roomy(new_K):
-                self._make_room(counters.rows_bound_K + new_K, new_K)
+            self._make_room(counters.rows_bound_K + new_K, new_K)
         counters.launched_K += new_K
 
-    def _roomy(self, new_K: Counts) -> bool:
-        """Whether so many more ids fit as things are."""
+    def _short(self, flying_K: Counts) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Which tables lack room for so many rows more than are known, and whose index is full."""
         counters = self.counters
-        flying_K, used_K = counters.flying_K + new_K, counters.used_K
-        lacking_K = np.minimum(counters.rows_K + flying_K, self._limits_K) > self._room_K
-        crowded_K = (used_K + flying_K > self._hard_K) | (used_K > self._soft_K)
-        return not (lacking_K | crowded_K).any()
+        lacking_K = np.minimum(counters.rows_K + flying_K, self._limits_K) > self.rows_room_K
+        used_K = counters.used_K
+        return lacking_K, (used_K + flying_K > self._hard_K) | (used_K > self._soft_K)
 
     def _make_room(self, rows_K: Counts, new_K: Counts) -> None:
         with suppress(torch.OutOfMemoryError, OutOfDeviceMemory):
@@ -463,7 +369,11 @@ class DeviceMemory:
             raise self._refused(least_K) from error
 
     def _refused(self, rows_K: Counts) -> OutOfDeviceMemory:
-        wanted = sum(growth.bytes_wanted for growth in self._growths(rows_K, least=True))
+        wanted = 0
+        for k, growth in self._growths(rows_K, least=True).items():
+            buckets = growth.slots // words.BUCKET_SLOTS + 1 if growth.slots else 0
+            wanted += growth.rows * bytes_of_row(self._tables[k].form)
+            wanted += buckets * words.BUCKET_BYTES
         return native.out_of_memory("rows of a GPU shard", wanted, self.device)
 
     def _grow(self, rows_K: Counts, *, least: bool = False) -> None:
@@ -474,84 +384,136 @@ class DeviceMemory:
         growths = self._growths(rows_K, least=least)
         if not growths:
             return
-        more = sum(len(growth.sizes) for growth in growths)
+        more = sum(len(growth.sizes) for growth in growths.values())
         self._check_chunks(more)
-        used, news = 0 if self._own is None else self._own.used, None
+        used, sent_words, wider_WC = 0 if self._own is None else self._own.used, None, None
         try:
-            parts = self._allocated_all(growths)
-            columns_WC = self._columns_of(parts)
+            grown, columns_WC = self._allocated(growths)
             if self._own is not None:
-                self._own.back(self._without_memory(parts, columns_WC))
-            if more or any(growth.slots for growth in growths):
-                news = self._news_of(parts, columns_WC)
+                self._own.back(self._without_memory(grown, columns_WC))
+            lines_KT = self._lines_with(grown)
+            if more or any(growth.slots for growth in growths.values()):
+                numbers = np.arange(self.chunks, self.chunks + more)
+                news = [lines_KT.reshape(-1), columns_WC.reshape(-1), numbers]
+                sent_words, wider_WC = together(news, self.device), self._wider(more)
         except Exception:
             if self._own is not None:
                 self._own.take_back(used)
             raise
-        if news is not None:
-            self._take_all(parts, news)
-        for growth in growths:
-            table = self._tables[growth.table]
-            table.ready, table.rows = growth.ready, table.rows + growth.rows
-        self._room_K = np.array([table.rows for table in self._tables], dtype=np.int64)
+        if sent_words is None:  # what kernels see is the same
+            for k, table in grown.items():
+                self._tables[k] = table
+        else:
+            lines, columns, numbers_C = sent_words
+            self._fill_directories(grown, numbers_C)
+            self._append(columns_WC, columns.view(columns_WC.shape), wider_WC)
+            self._move_indexes(grown)
+            self._replace(grown, (lines_KT, lines.view(lines_KT.shape)))
+        self.rows_room_K = np.array([table.rows for table in self._tables], dtype=np.int64)
+
+    def _allocated(self, growths: Mapping[int, Growth]) -> tuple[dict[int, TableMemory], Counts]:
+        """Tables as they will be, and the columns of their further chunks."""
+        grown, first = dict[int, TableMemory](), self.chunks
+        columns = [np.zeros((words.CHUNK_WORDS, 0), dtype=np.int64)]
+        for k, growth in growths.items():
+            table, owned = self._tables[k], list[Tensor]()
+            for sizes in self._groups_of(table.form, growth.sizes):
+                part, memory = new_block(table.form, sizes, self.device, self._own, self._host)
+                part[words.CHUNK_TABLE] = k
+                columns.append(part)
+                owned.extend(memory)
+            chunks = (*table.chunks, *range(first, first + len(growth.sizes)))
+            first += len(growth.sizes)
+            directory, entries = table.directory, table.entries
+            if len(chunks) > directory.numel():
+                directory = torch.zeros(_power(len(chunks)), dtype=torch.int32, device=self.device)
+            if growth.slots:
+                entries = index.new_entries(growth.slots, self.device)
+            grown[k] = replace(
+                table,
+                entries=entries,
+                directory=directory,
+                owned=(*table.owned, *owned),
+                chunks=chunks,
+                reach=table.reach + sum(growth.sizes),
+                ready=growth.ready,
+                rows=table.rows + growth.rows,
+            )
+        return grown, np.concatenate(columns, axis=1)
 
     def _without_memory(
-        self, parts: Sequence[AllocatedGrowth], columns_WC: Counts
+        self, grown: Mapping[int, TableMemory], columns_WC: Counts
     ) -> list[tuple[int, int]]:
         """Addresses and bytes of the chunks that are to have memory; columns_WC: of new ones."""
+        wanted = [words.CHUNK_WEIGHTS, words.CHUNK_CAPACITY]
+        starts_C, rows_C = np.concatenate([self.columns_WC[wanted], columns_WC[wanted]], axis=1)
         found: list[tuple[int, int]] = []
-        for part in parts:
-            growth, table = part.growth, self._tables[part.growth.table]
-            old = table.chunks[table.ready : growth.ready]
-            new = part.first - self._chunks
-            new_WC = columns_WC[:, new : new + growth.ready - table.ready - len(old)]
-            both_WC = np.concatenate([self._columns_WC[:, old], new_WC], axis=1)
-            sizes_C = both_WC[CHUNK_CAPACITY] * bytes_of_row(growth.form)
-            found += zip(both_WC[CHUNK_WEIGHTS].tolist(), sizes_C.tolist(), strict=True)
+        for k, table in grown.items():
+            chunks = list(table.chunks[self._tables[k].ready : table.ready])
+            sizes_C = rows_C[chunks] * bytes_of_row(table.form)
+            found += zip(starts_C[chunks].tolist(), sizes_C.tolist(), strict=True)
         return found
 
-    def _news_of(self, parts: Sequence[AllocatedGrowth], columns_WC: Counts) -> _News:
-        """What kernels are to know of growths, sent to the device."""
-        more, lines_KT = columns_WC.shape[1], self._lines_with(parts)
-        numbers = np.arange(self._chunks, self._chunks + more)
-        words = [lines_KT.reshape(-1), columns_WC.reshape(-1), numbers]
-        on_device = staged(np.concatenate(words), self.device)
-        staged_KT, sent_WC, numbers_C = torch.split(on_device, [part.size for part in words])
-        sent = staged_KT.view(lines_KT.shape), sent_WC.view(CHUNK_WORDS, more), numbers_C
-        return _News(lines_KT, columns_WC, *sent, self._wider(more))
+    def _fill_directories(self, grown: Mapping[int, TableMemory], numbers_C: Tensor) -> None:
+        """numbers_C: of all further chunks, on the device."""
+        at = 0
+        for k, table in grown.items():
+            old, present = self._tables[k].directory, len(self._tables[k].chunks)
+            if table.directory is not old:
+                table.directory[:present] = old[:present]
+            more = len(table.chunks) - present
+            table.directory[present : present + more] = numbers_C[at : at + more]
+            at += more
 
-    def _take_all(self, parts: Sequence[AllocatedGrowth], news: _News) -> None:
-        """Give tables what was allocated for them; allocates nothing on the device."""
-        old = [self._tables[part.growth.table].entries for part in parts]
-        for part in parts:
-            at = part.first - self._chunks
-            self._take(part, news.numbers_C[at : at + len(part.growth.sizes)])
-        self._append(news.columns_WC, news.sent_WC, news.wider_WC)
-        for entries, part in zip(old, parts, strict=True):
-            if part.entries is not None:
-                self._move_index(part.growth.table, entries, part.entries)
-        retire(*old)
-        self._show(news.lines_KT, news.staged_KT)
+    def _move_indexes(self, grown: Mapping[int, TableMemory]) -> None:
+        for k, table in grown.items():
+            if table.entries is not self._tables[k].entries:
+                salt_ = int(self._lines_KT[k, words.TABLE_SALT])
+                index.rebuild(self._tables[k].entries, table.entries, salt_)
+                self.layout.counters_KC[k, words.COUNT_ERASED].zero_()
+                self.counters.rebuilt(k)
 
-    def _allocated_all(self, growths: Sequence[Growth]) -> list[AllocatedGrowth]:
-        """Everything on the device that growths need."""
-        parts, first = [], self._chunks
-        for growth in growths:
-            parts.append(self._allocated(growth, first))
-            first += len(growth.sizes)
-        return parts
+    def _lines_with(self, tables: Mapping[int, TableMemory]) -> Counts:
+        """Lines of all tables, with these in the place of those of their numbers."""
+        lines_KT = self._lines_KT.copy()
+        for k, table in tables.items():
+            lines_KT[k, list(table.places)] = list(table.places.values())
+        return lines_KT
 
-    def _growths(self, rows_K: Counts, *, least: bool) -> list[Growth]:
+    def _replace(
+        self, tables: Mapping[int, TableMemory], lines: tuple[Counts, Tensor] | None = None
+    ) -> None:
+        """Put tables in the place of those of their numbers, and have kernels see it.
+
+        lines: `_lines_with` them, and the same where the device takes it from: with these, nothing
+        is allocated.
+
+        Raises:
+            torch.OutOfMemoryError: nothing has changed.
+        """
+        if lines is None:
+            lines_KT = self._lines_with(tables)
+            lines = lines_KT, _staged(lines_KT, self.device)
+        for k, table in tables.items():
+            old = self._tables[k]
+            for part in ("entries", "directory", "free_list"):
+                if getattr(old, part) is not getattr(table, part):
+                    retire(getattr(old, part))
+            self._tables[k] = table
+        self._lines_KT = lines[0]
+        self.slots_K: Counts = np.array([table.slots for table in self._tables], dtype=np.int64)
+        self._hard_K: Counts = self.slots_K * _HARD_SHARE[0] // _HARD_SHARE[1]
+        self._soft_K: Counts = self.slots_K * _SOFT_SHARE[0] // _SOFT_SHARE[1]
+        self.layout.tables_KT.copy_(lines[1], non_blocking=True)
+
+    def _growths(self, rows_K: Counts, *, least: bool) -> dict[int, Growth]:
         """What tables lack for so many rows."""
-        growths = []
+        growths = {}
         # Steady tables are many and cost nothing here.
-        lacking_K = np.minimum(rows_K, self._limits_K) > self._room_K
-        flying_K = np.maximum(rows_K - self.counters.rows_K, 0)
-        used_K = self.counters.used_K
-        crowded_K = (used_K + flying_K > self._hard_K) | (used_K > self._soft_K)
+        lacking_K, crowded_K = self._short(np.maximum(rows_K - self.counters.rows_K, 0))
         for k in np.flatnonzero(lacking_K | crowded_K).tolist():
             slots = self._slots_for(k, int(rows_K[k])) if crowded_K[k] else 0
-            growths.append(self._growth(k, int(rows_K[k]), slots, least=least))
+            growths[k] = self._growth(k, int(rows_K[k]), slots, least=least)
         return growths
 
     def _growth(self, k: int, rows: int, slots: int, *, least: bool) -> Growth:
@@ -561,14 +523,14 @@ class DeviceMemory:
             ahead = min(table.rows // _GROWTH, _GROWTH_BYTES // bytes_of_row(table.form))
             target = min(max(target, table.rows + ahead), limit)
         reach = target
-        if self._own is not None and not least and self._chunks < MOST_CHUNKS // 2:
+        if self._own is not None and not least and self.chunks < MOST_CHUNKS // 2:
             # Addresses cost nothing: chunks become more when the index does, seldom.
             filled = _share(slots or table.slots, _HARD_SHARE)
             reach = max(target, min(filled, limit))
         sizes = chunks_for(len(table.chunks), table.reach, reach)
         backed = chunks_for(table.ready, table.rows, target)
         ready = table.ready + len(backed)
-        return Growth(k, table.form, tuple(sizes), slots, ready, sum(backed))
+        return Growth(tuple(sizes), slots, ready, sum(backed))
 
     def _slots_for(self, k: int, rows: int) -> int:
         """Slots of the index to rebuild into: it leaves erased marks behind."""
@@ -578,85 +540,21 @@ class DeviceMemory:
         return slots
 
     def _check_chunks(self, more: int) -> None:
-        if self._chunks + more <= MOST_CHUNKS:
+        if self.chunks + more <= MOST_CHUNKS:
             return
         raise OutOfDeviceMemory(
             "chunks of rows of a GPU shard",
-            got=f"{more} wanted on top of {self._chunks}",
-            allowed=f"{MOST_CHUNKS} in all, of {CHUNK_ROWS} rows and less",
+            got=f"{more} wanted on top of {self.chunks}",
+            allowed=f"{MOST_CHUNKS} in all, of {words.CHUNK_ROWS} rows and less",
             remedy="Spread the tables over more shards, or give them a row budget "
             "(capacity_rows with on_full='lru' or 'lfu').",
         )
 
-    def _allocated(self, growth: Growth, first: int) -> AllocatedGrowth:
-        """What one growth needs; its chunks are numbered from `first`."""
-        table, form, directory = self._tables[growth.table], growth.form, None
-        blocks = tuple(
-            (new_block(form, sum(sizes), self.device, self._own, self._host), sizes)
-            for sizes in self._groups_of(growth)
-        )
-        last = len(table.chunks) + len(growth.sizes)
-        if last > table.directory.numel():
-            directory = torch.zeros(_power(last), dtype=torch.int32, device=self.device)
-        entries = index.new_entries(growth.slots, self.device) if growth.slots else None
-        return AllocatedGrowth(growth, first, blocks, directory, entries)
-
-    def _groups_of(self, growth: Growth) -> list[tuple[int, ...]]:
+    def _groups_of(self, form: RowForm, sizes: tuple[int, ...]) -> list[Sequence[int]]:
         """Chunks that share an allocation."""
-        if not growth.sizes:
-            return []
         if self._host is None:
-            return [growth.sizes]
-        row_bytes = max(growth.form.weight_bytes, growth.form.state_bytes)
-        return [tuple(sizes) for sizes in grouped(growth.sizes, row_bytes)]
-
-    def _columns_of(self, parts: Sequence[AllocatedGrowth]) -> Counts:
-        columns = [
-            chunk_columns(block, sizes, part.growth.table)
-            for part in parts
-            for block, sizes in part.blocks
-        ]
-        return np.concatenate([np.zeros((CHUNK_WORDS, 0), dtype=np.int64), *columns], axis=1)
-
-    def _lines_with(self, parts: Sequence[AllocatedGrowth]) -> Counts:
-        lines_KT = self._lines_KT.copy()
-        for part in parts:
-            line = lines_KT[part.growth.table]
-            if part.directory is not None:
-                line[TABLE_DIRECTORY] = part.directory.data_ptr()
-            if part.entries is not None:
-                line[TABLE_ENTRIES] = part.entries.data_ptr()
-                line[TABLE_MASK] = part.growth.slots - 1
-        return lines_KT
-
-    def _take(self, part: AllocatedGrowth, numbers_C: Tensor) -> None:
-        """Give a table what was allocated; numbers_C: of its chunks, on the device."""
-        table, growth = self._tables[part.growth.table], part.growth
-        present = len(table.chunks)
-        if part.directory is not None:
-            part.directory[:present] = table.directory[:present]
-            retire(table.directory)
-            table.directory = part.directory
-        if growth.sizes:
-            table.owned.extend(tensor for block, _ in part.blocks for tensor in block.owned)
-            table.chunks.extend(range(part.first, part.first + len(growth.sizes)))
-            table.reach += sum(growth.sizes)
-            table.directory[present : len(table.chunks)] = numbers_C
-        if part.entries is not None:
-            table.entries, table.slots = part.entries, growth.slots
-
-    def _move_index(self, k: int, old_entries: Tensor, entries: Tensor) -> None:
-        index.rebuild(old_entries, entries, int(self._lines_KT[k, TABLE_SALT]))
-        self.layout.counters_KC[k, COUNT_ERASED].zero_()
-        self.counters.rebuilt(k)
-
-    def _show(self, lines_KT: Counts, staged_KT: Tensor) -> None:
-        """Have kernels see new lines; allocates nothing on the device."""
-        self._lines_KT = lines_KT
-        self._slots_K: Counts = np.array([table.slots for table in self._tables], dtype=np.int64)
-        self._hard_K: Counts = self._slots_K * _HARD_SHARE[0] // _HARD_SHARE[1]
-        self._soft_K: Counts = self._slots_K * _SOFT_SHARE[0] // _SOFT_SHARE[1]
-        self.layout.tables_KT.copy_(staged_KT, non_blocking=True)
+            return [sizes] if sizes else []
+        return [*grouped(sizes, max(form.weight_bytes, form.state_bytes))]
 
     def make_free_lists(self, tables: Sequence[int]) -> None:
         """Make the free lists of these tables long enough for all their rows; before an erase.
@@ -664,33 +562,26 @@ class DeviceMemory:
         Raises:
             torch.OutOfMemoryError: nothing has changed.
         """
-        longer: dict[int, Tensor] = {}
-        lines_KT = self._lines_KT.copy()
-        for k in tables:
-            table = self._tables[k]
-            if table.free_list.numel() < table.rows:
-                longer[k] = longer_list(table.free_list, table.rows)
-                lines_KT[k, TABLE_FREE] = longer[k].data_ptr()
+        longer = {
+            k: replace(table, free_list=longer_list(table.free_list, table.rows))
+            for k, table in ((k, self._tables[k]) for k in tables)
+            if table.free_list.numel() < table.rows
+        }
         if longer:
-            staged_KT = _staged(lines_KT, self.device)
-            for k, free_list in longer.items():
-                retire(self._tables[k].free_list)
-                self._tables[k].free_list = free_list
-            self._show(lines_KT, staged_KT)
+            self._replace(longer)
 
     def forget(self, k: int) -> None:
-        """Empty a table's index; its chunks stay. The caller resets the counters.
+        """Empty a table: its index is new, its chunks stay.
 
         Raises:
             torch.OutOfMemoryError: nothing has changed.
         """
-        table, lines_KT = self._tables[k], self._lines_KT.copy()
+        table = self._tables[k]
         entries = index.new_entries(table.slots, self.device)
-        lines_KT[k, TABLE_ENTRIES] = entries.data_ptr()
-        staged_KT = _staged(lines_KT, self.device)
-        retire(table.entries)
-        table.entries = entries
-        self._show(lines_KT, staged_KT)
+        self._replace({k: replace(table, entries=entries)})
+        counters_C = self.layout.counters_KC[k]
+        counters_C[words.COUNT_INSERTED] += counters_C[words.COUNT_ISSUED]
+        counters_C[: words.COUNT_INSERTED].zero_()  # ISSUED to ERASED
 
     def settle(self, stream: torch.cuda.Stream | None) -> None:
         """Have the device's counters at hand; waits for it.
@@ -700,12 +591,22 @@ class DeviceMemory:
         self.counters.send(self.layout, stream)
         self.counters.wait()
 
+    def entries_of(self, k: int) -> Tensor:
+        """A table's index, as `kernels.index.new_entries` makes one."""
+        return self._tables[k].entries
+
     def bytes_of(self, k: int) -> tuple[int, int, int, int]:
         """Bytes a table has allocated: weights, state, metadata, index."""
         table = self._tables[k]
         rows, form = table.rows, table.form
         parts = rows * form.weight_bytes, rows * form.state_bytes, rows * METADATA_BYTES
-        return (*parts, table.index_bytes)
+        lists = 4 * (table.free_list.numel() + table.directory.numel())
+        return (*parts, 8 * table.entries.numel() + lists)
+
+
+def _first_memory(form: RowForm, device: torch.device) -> TableMemory:
+    directory, free_list = torch.zeros(2, 1, dtype=torch.int32, device=device)
+    return TableMemory(form, index.new_entries(_FIRST_SLOTS, device), (), directory, (), free_list)
 
 
 def _staged(lines_KT: Counts, device: torch.device) -> Tensor:

@@ -40,37 +40,29 @@ class Reader:
         """Search and copy out: one [n_g, D_g] per group, zeros where there is no row; bool [N]."""
         if self._host is not None:
             handles_N, found_N = probed(self._memory.layout, call)
-            return self.rows(shape, call, handles_N, global_step, initial=False), found_N
+            return self.rows(shape, call, handles_N, global_step), found_N
         found_N = torch.empty_like(call.ids_N, dtype=torch.bool)
-        outs = self._outs(shape)
-        for form, starts_G, out in zip(shape.forms, shape.starts_FG, outs, strict=True):
-            rows_G = None if len(shape.tables) == 1 else starts_G
-            rows.gather(
-                self._memory.layout,
-                self._tables.forms[form],
-                call,
-                out,
-                out_rows_G=rows_G,
-                found_N=found_N,
-                global_step=global_step,
-            )
-        return self._by_group(shape, outs), found_N
+        return self.rows(shape, call, None, global_step, found_N=found_N), found_N
 
     def rows(
         self,
         shape: CallShape,
         call: CallGroups,
-        handles_N: Tensor,
+        handles_N: Tensor | None,
         global_step: int,
         *,
-        initial: bool,
+        initial: bool = False,
+        found_N: Tensor | None = None,
         held: HeldRows | None = None,
     ) -> tuple[Tensor, ...]:
         """Rows of handles, one [n_g, D_g] per group; -1 reads as zeros or as the initial value.
 
-        held: of the ticket whose handles they are.
+        Args:
+            found_N: bool [N], filled as the index is searched; instead of handles.
+            held: of the ticket whose handles they are.
         """
-        places_N, outs = self._places_N(shape, handles_N, held), self._outs(shape)
+        places_N = None if handles_N is None else self._places_N(shape, handles_N, held)
+        outs = self._outs(shape)
         for form, starts_G, out in zip(shape.forms, shape.starts_FG, outs, strict=True):
             rows.gather(
                 self._memory.layout,
@@ -79,6 +71,7 @@ class Reader:
                 out,
                 out_rows_G=None if len(shape.forms) == 1 else starts_G,
                 handles_N=places_N,
+                found_N=found_N,
                 initial=initial,
                 global_step=global_step,
             )

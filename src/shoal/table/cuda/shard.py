@@ -10,28 +10,18 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from shoal.errors import ConfigError, DeviceUnavailable, TicketError
+from shoal.errors import ConfigError, DeviceUnavailable
+from shoal.kernels import tables as words
 from shoal.kernels.host_copies import retire
-from shoal.kernels.rows import Metadata, read_metadata, write_metadata, write_values, write_weights
-from shoal.kernels.tables import (
-    COUNT_ERASED,
-    COUNT_EVICTED,
-    COUNT_FREE,
-    COUNT_FRESH,
-    COUNT_INSERTED,
-    COUNT_ISSUED,
-    COUNT_NONFINITE,
-    COUNT_READY,
-    COUNT_REFUSED,
-    CallGroups,
-)
+from shoal.kernels.rows import read_metadata, write_metadata, write_values, write_weights
+from shoal.kernels.tables import CallGroups
 from shoal.lookup import PoolPlan
 from shoal.rules.initializers import initial_values
 from shoal.table import checks, native, rows
 from shoal.table import shard as scalars
 from shoal.table.cuda.cache import CacheStats
 from shoal.table.cuda.calls import CallShape, CallShapes, ShardTables, forms_of, occurrences, probed
-from shoal.table.cuda.export import entry_of, export_rows, write_rows
+from shoal.table.cuda.export import export_rows, read_rows, write_rows
 from shoal.table.cuda.host_rows import RowsOnHost
 from shoal.table.cuda.index import Index
 from shoal.table.cuda.memory import DeviceMemory
@@ -40,7 +30,7 @@ from shoal.table.cuda.snapshots import CudaSnapshot, History
 from shoal.table.cuda.stepper import Stepper
 from shoal.table.cuda.ticket import CudaTicket, LiveTickets
 from shoal.table.cuda.turns import Turns
-from shoal.table.factory import shard_copied
+from shoal.table.factory import missing_device, shard_copied
 from shoal.table.shard import (
     BUFFER_BYTES,
     Found,
@@ -74,6 +64,12 @@ class CudaShard:
     Under nan_policy="raise" rows with a non-finite gradient are left as they are by the kernel;
     NonFiniteGradient is raised by a later method that knows, at the latest by `check()`.
 
+    Attributes:
+        specs: the tables, in the order their indices name them.
+        seed: as given.
+        device: where ids, rows and gradients are.
+        last_step: global step of the last update: what reads without a step use (OneBit's scale).
+
     Raises:
         DeviceUnavailable: no such device here, or no Triton.
         OutOfDeviceMemory: no room for the expected rows or the cache.
@@ -93,9 +89,9 @@ class CudaShard:
             raise _not_host_rows(host_rows)
         where = _placed(torch.device(device))
         tables = self._tables = ShardTables(tuple(specs), *forms_of(specs), where)
-        self._seed = seed
+        self.specs, self.seed, self.device = tables.specs, seed, where
         self._host_rows = host_rows
-        self._last_step = 0
+        self.last_step = 0
         with native.enough_memory("indexes of a GPU shard", where):
             self._memory = DeviceMemory(tables, seed=seed, host_rows=host_rows is not None)
         if where.type == "cuda":
@@ -117,33 +113,9 @@ class CudaShard:
     __reduce__ = shard_copied
 
     @property
-    def specs(self) -> tuple[TableSpec, ...]:
-        """The tables, in the order their indices name them."""
-        return self._tables.specs
-
-    @property
-    def seed(self) -> int:
-        """Seed of initial values."""
-        return self._seed
-
-    @property
-    def device(self) -> torch.device:
-        """Where ids, rows and gradients are."""
-        return self._tables.device
-
-    @property
     def settings(self) -> dict[str, object]:
         """What a copy is made with, besides specs, seed and device."""
         return {"host_rows": self._host_rows}
-
-    @property
-    def last_step(self) -> int:
-        """Global step of the last update: what reads without a step use (OneBit's scale)."""
-        return self._last_step
-
-    @last_step.setter
-    def last_step(self, step: int) -> None:
-        self._last_step = step
 
     def _call(self, groups: IdGroups) -> tuple[CallShape, CallGroups]:
         shape = self._shapes.of(groups)
@@ -166,7 +138,7 @@ class CudaShard:
         """Read rows; never inserts."""
         with self._turns:
             shape, call = self._call(groups)
-            return Found(*self._reader.found(shape, call, self._last_step))
+            return Found(*self._reader.found(shape, call, self.last_step))
 
     def find_pooled(
         self, groups: IdGroups, plan: PoolPlan, offsets_GB1: Tensor, weights_N: Tensor | None
@@ -175,7 +147,7 @@ class CudaShard:
         with self._turns:
             shape, call = self._call(groups)
             handles_N, _ = probed(self._memory.layout, call)
-            bags = (plan, offsets_GB1, weights_N, self._last_step)
+            bags = (plan, offsets_GB1, weights_N, self.last_step)
             return self._reader.pooled(shape, call, handles_N, *bags, initial=False)
 
     def find_or_init(
@@ -189,12 +161,12 @@ class CudaShard:
         """
         with self._turns:
             shape, call = self._call(groups)
-            _check_counts(shape, counts_N)
+            checks.one_per_id(counts_N, shape.splits[-1], self.device)
             self._stepper.raise_pending()
             stream = self._turns.stream
-            lease = self._stepper.lease(shape.splits[-1], shape.rooms, stream)
-            handles_N, met_N = self._index.inserted(shape, call, counts_N, ctx, stream, lease=lease)
-            runs = self._stepper.start_runs(handles_N, shape.rooms, lease, stream)
+            lease = self._stepper.side.lease(shape.splits[-1], shape.rooms, stream)
+            handles_N, met_N = self._index.inserted(shape, call, counts_N, ctx, lease=lease)
+            runs = self._stepper.start_runs(handles_N, shape.rooms, lease)
             ticket = CudaTicket(
                 self,
                 self._turns,
@@ -280,7 +252,7 @@ class CudaShard:
         with self._turns:
             rates_KR = self._stepper.rates(ctx)
             owned = [self._own(record.ticket) for record in records]
-            joined = self._stepper.joined(records, owned, self._turns.stream)
+            joined = self._stepper.joined(records, owned)
             if joined is not None:
                 self._stepper.step(joined, rates_KR, ctx)
             self._stepped(ctx)
@@ -289,7 +261,7 @@ class CudaShard:
         """The per-row sums `apply` would use, materialised; waits for the device."""
         with self._turns:
             owned = [self._own(record.ticket) for record in records]
-            joined = self._stepper.joined(records, owned, self._turns.stream)
+            joined = self._stepper.joined(records, owned)
             return self._stepper.summed(joined)
 
     def apply_summed(
@@ -303,11 +275,11 @@ class CudaShard:
             if summed.tables:
                 shape, call = self._call(checks.summed_groups(summed))
                 counts_N = torch.cat(summed.counts)
-                _check_counts(shape, counts_N)
+                checks.one_per_id(counts_N, shape.splits[-1], self.device)
                 sums = checks.grads(summed.sums, shape.grad_shapes, self.device)
                 # Tickets end only after the step, so rows that were summed are still there.
                 later = dataclasses.replace(ctx, event_time_s=latest_s)
-                handles_N = self._inserted(shape, call, counts_N, later)
+                handles_N, _ = self._index.inserted(shape, call, counts_N, later)
                 self._stepper.step_ids(shape, handles_N, sums, counts_N, None, latest_s, ctx)
             for ticket in owned:
                 ticket.end()
@@ -325,34 +297,19 @@ class CudaShard:
         """`apply` without a ticket: inserts what is missing, sums duplicates."""
         with self._turns:
             shape, call = self._call(groups)
-            _check_counts(shape, counts_N)
+            checks.one_per_id(counts_N, shape.splits[-1], self.device)
             ready = checks.grads(grads, shape.grad_shapes, self.device)
             seen = None
             if seen_weights is not None:
                 seen = checks.grads(seen_weights, shape.grad_shapes, self.device)
             checks.rates(ctx, self.specs)
-            handles_N = self._inserted(shape, call, counts_N, ctx)
+            handles_N, _ = self._index.inserted(shape, call, counts_N, ctx)
             time_s = ctx.event_time_s
             self._stepper.step_ids(shape, handles_N, ready, counts_N, seen, time_s, ctx)
             self._stepped(ctx)
 
-    def _inserted(
-        self,
-        shape: CallShape,
-        call: CallGroups,
-        counts_N: Tensor | None,
-        ctx: StepContext,
-        *,
-        admit_all: bool = False,
-        may_drop: bool = True,
-    ) -> Tensor:
-        stream = self._turns.stream
-        return self._index.inserted(
-            shape, call, counts_N, ctx, stream, admit_all=admit_all, may_drop=may_drop
-        )[0]
-
     def _stepped(self, ctx: StepContext) -> None:
-        self._last_step = ctx.global_step
+        self.last_step = ctx.global_step
         if self._host is not None:
             self._host.stepped()
 
@@ -404,7 +361,7 @@ class CudaShard:
         with self._writing():
             shape, call = self._call(groups)
             ready = checks.grads(values, shape.grad_shapes, self.device)
-            handles_N = self._inserted(shape, call, None, ctx, admit_all=True)
+            handles_N, _ = self._index.inserted(shape, call, None, ctx, admit_all=True)
             self._history.keep(handles_N, forms=shape.forms)
             for form in shape.forms:
                 mine = [g for g, own in enumerate(shape.forms_G) if own == form]
@@ -427,7 +384,7 @@ class CudaShard:
         with self._writing():
             shape, call = self._call(groups)
             existed_N = probed(self._memory.layout, call)[1]
-            handles_N = self._inserted(shape, call, None, ctx, admit_all=True)
+            handles_N, _ = self._index.inserted(shape, call, None, ctx, admit_all=True)
             for g, k in enumerate(shape.tables):
                 part = slice(shape.splits[g], shape.splits[g + 1])
                 again_M = torch.unique(handles_N[part][existed_N[part]])
@@ -440,13 +397,13 @@ class CudaShard:
         self._history.keep(handles_M, forms=(self._tables.form_of[table],))
         metadata_4M = read_metadata(layout, handles_M)
         ids_M = metadata_4M[0].cpu()
-        weights = _initial_weights(spec, ids_M, self._seed).to(form.dtype)
+        weights = _initial_weights(spec, ids_M, self.seed).to(form.dtype)
         state = torch.cat([s.optimizer.init_state(s.dim, form.real) for s in spec.segments])
         state_MS = state.expand(len(ids_M), -1).contiguous()
         write_values(layout, form, handles_M, weights.to(self.device), state_MS.to(self.device))
-        version_M = torch.full_like(metadata_4M[1], self._history.version)
+        versions_M = torch.full_like(metadata_4M[1], self._history.version)
         seen_M = metadata_4M[2].clamp(min=ctx.event_time_s)
-        write_metadata(layout, handles_M, Metadata(versions=version_M, last_seen_s=seen_M))
+        write_metadata(layout, handles_M, versions_M, seen_M, metadata_4M[3])
 
     # Between batches: all of it waits for the device
 
@@ -454,7 +411,7 @@ class CudaShard:
         """Drop expired rows, and those over a budget; returns how many. Never pinned ones."""
         scalars.event_time(now_s, "now_s")
         with self._turns:
-            return self._index.evict(now_s, self._turns.stream)
+            return self._index.evict(now_s)
 
     def export(self, table: int) -> RowChunk:
         """All rows of a table, ordered by hash, on the CPU."""
@@ -489,13 +446,13 @@ class CudaShard:
         with self._writing():
             shape, call = self._call(_one_group(table, ids.to(self.device)))
             counters_C = self._memory.layout.counters_KC[table]
-            before = counters_C[COUNT_INSERTED] + counters_C[COUNT_ISSUED]
-            handles_N = self._inserted(
+            before = counters_C[words.COUNT_INSERTED] + counters_C[words.COUNT_ISSUED]
+            handles_N, _ = self._index.inserted(
                 shape, call, None, StepContext(), admit_all=True, may_drop=False
             )
             self._history.keep(handles_N, forms=shape.forms)
             # Rows that are loaded were inserted elsewhere.
-            counters_C[COUNT_INSERTED] = before - counters_C[COUNT_ISSUED]
+            counters_C[words.COUNT_INSERTED] = before - counters_C[words.COUNT_ISSUED]
             loaded = RowChunk(spec.name, ids, weights, state, versions, last_seen_s, counts)
             write_rows(self._memory.layout, form, handles_N, loaded)
             if len(versions):
@@ -507,8 +464,10 @@ class CudaShard:
         scalars.whole("id", id, scalars.MIN_ID, scalars.MAX_ID, remedy="Pass an int64 id.")
         with self._reading():
             _, call = self._call(_one_group(table, torch.tensor([id], device=self.device)))
-            handles_1, _ = probed(self._memory.layout, call)
-            return entry_of(self._memory.layout, self._tables.form(table), handles_1)
+            handles_1, found_1 = probed(self._memory.layout, call)
+            form, name = self._tables.form(table), self.specs[table].name
+            found = read_rows(self._memory.layout, form, name, handles_1[found_1])
+            return rows.entry_of(found)
 
     def size(self, table: int) -> int:
         """Rows of a table."""
@@ -526,20 +485,11 @@ class CudaShard:
         checks.table_index(table, len(self.specs))
         with self._writing():
             if any(table in ticket.shape.tables for ticket in self._index.tickets.live()):
-                raise TicketError(
-                    f"clear of table {self.specs[table].name!r}",
-                    got="live tickets",
-                    allowed="no step in flight",
-                    remedy="Call step() or zero_grad() first.",
-                )
+                raise native.rows_held(self.specs[table].name)
             if self._history.open_snapshots() or self._history.deletions.kept:
                 self._settle()
                 self._history.cleared(table, self._index.handles_of(table))
             self._memory.forget(table)
-            counters_C = self._memory.layout.counters_KC[table]
-            counters_C[COUNT_INSERTED] += counters_C[COUNT_ISSUED]
-            for word in (COUNT_ISSUED, COUNT_FREE, COUNT_FRESH, COUNT_READY, COUNT_ERASED):
-                counters_C[word] = 0
             self._index.admission.clear(table)
             self._settle()
 
@@ -573,7 +523,7 @@ class CudaShard:
     def _stats_of(self, k: int) -> TableStats:
         known = self._memory.counters.known_KC[k]
         weights, state, metadata, index = self._memory.bytes_of(k)
-        stats = rows.stats_of(
+        return rows.stats_of(
             self.specs[k].name,
             {
                 "rows": int(self._memory.counters.rows_K[k]),
@@ -582,13 +532,13 @@ class CudaShard:
                 "state": state,
                 "metadata": metadata,
                 "index": index + self._index.admission.nbytes(k),
-                "inserted": int(known[COUNT_INSERTED] + known[COUNT_ISSUED]),
-                "refused": int(known[COUNT_REFUSED]),
-                "evicted": int(known[COUNT_EVICTED]),
-                "nonfinite": int(known[COUNT_NONFINITE]),
+                "inserted": int(known[words.COUNT_INSERTED] + known[words.COUNT_ISSUED]),
+                "refused": int(known[words.COUNT_REFUSED]),
+                "evicted": int(known[words.COUNT_EVICTED]),
+                "nonfinite": int(known[words.COUNT_NONFINITE]),
             },
+            on_host=self._host is not None,
         )
-        return stats if self._host is None else dataclasses.replace(stats, on_host=True)
 
     def cache_stats(self) -> CacheStats:
         """What the cache of rows on the host did so far; all 0 without one."""
@@ -649,12 +599,6 @@ class CudaShard:
             return self._history.resume(version)
 
 
-def _check_counts(shape: CallShape, counts_N: Tensor | None) -> None:
-    """Check the shape of occurrence counts; what they hold is clamped to 0..2^31-1 in kernels."""
-    if counts_N is not None:
-        checks.one_per_id(counts_N, shape.splits[-1], shape.splits_G1.device)
-
-
 def _one_group(table: int, ids_N: Tensor) -> IdGroups:
     splits = torch.tensor([0, ids_N.numel()], device="cpu")
     return IdGroups(ids_N, splits, torch.tensor([table], dtype=torch.int32, device="cpu"))
@@ -689,13 +633,8 @@ def _not_host_rows(got: object) -> ConfigError:
 def _placed(device: torch.device) -> torch.device:
     """The device with its number; the CPU only where kernels are interpreted."""
     if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise DeviceUnavailable(
-                "device of a GPU shard",
-                got=str(device),
-                allowed="a CUDA device that torch sees",
-                remedy="Use device='cpu', or install a CUDA build of torch on a GPU machine.",
-            )
+        if (missing := missing_device(device)) is not None:
+            raise missing
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.device("cuda", index)
     import triton  # type: ignore[import-untyped]

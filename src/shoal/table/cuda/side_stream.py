@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -65,16 +66,14 @@ class Lease:
         self.pool.append(self.recorded)
 
 
+@dataclass(slots=True)
 class _Size:
     """Lookups of one size: how many came, and their graphs that are free."""
 
-    __slots__ = ("failed", "made", "pool", "seen")
-
-    def __init__(self) -> None:
-        self.seen = 0
-        self.made = 0
-        self.failed = False  # to record one: it is not tried again
-        self.pool: list[_Recorded] = []
+    seen: int = 0
+    made: int = 0
+    failed: bool = False  # to record one: it is not tried again
+    pool: list[_Recorded] = field(default_factory=list)
 
 
 class SideStream:

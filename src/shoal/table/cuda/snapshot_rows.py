@@ -31,6 +31,7 @@ from shoal.kernels.row_changes import (
 from shoal.kernels.tables import CHUNK_CAPACITY, CHUNK_VERSIONS, CHUNK_WORDS, RowForm, ShardLayout
 from shoal.placement import hash_ids, sort_key
 from shoal.table import native, rows
+from shoal.table.cuda.calls import ShardTables
 from shoal.table.cuda.counters import Counts
 from shoal.table.cuda.export import Span, blocks_of_spans
 from shoal.table.shard import SnapshotStats
@@ -151,8 +152,7 @@ class Stamps:
         """
         spans_BW = blocks_of_spans([span], self.device)
         ends_B = count_changed(self._layout, spans_BW, *versions)
-        handles_R, _ = list_changed(self._layout, spans_BW, ends_B, *versions, rows)
-        return handles_R, ends_B[-1:]
+        return list_changed(self._layout, spans_BW, ends_B, *versions, rows), ends_B[-1:]
 
     def retire(self) -> None:
         """See `kernels.host_copies.retire`."""
@@ -307,9 +307,7 @@ class DeviceImages:
 
     Args:
         layout: the shard's.
-        specs: the tables.
-        forms: the shard's row forms.
-        form_of: of each table, which one it has.
+        tables: what it hosts.
         skipped: rows that steps had left alone so far, for their gradients.
 
     Attributes:
@@ -320,24 +318,17 @@ class DeviceImages:
             when they changed.
     """
 
-    def __init__(
-        self,
-        layout: ShardLayout,
-        specs: Sequence[TableSpec],
-        forms: Sequence[RowForm],
-        form_of: Sequence[int],
-        skipped: int,
-    ) -> None:
+    def __init__(self, layout: ShardLayout, tables: ShardTables, skipped: int) -> None:
         self.skipped = skipped
         self.stamps = Stamps(layout)
-        self.specs = tuple(specs)
+        self.specs = tables.specs
         self.waited_s = 0.0
         self.shut = False
         self._core = _core.RowImages(
-            [_table_form(s, forms[f]) for s, f in zip(specs, form_of, strict=True)]
+            [_table_form(spec, tables.form(k)) for k, spec in enumerate(tables.specs)]
         )
         self._snapshots: set[SnapshotRows] = set()
-        self._record_words = [_record_words(form) for form in forms]
+        self._record_words = [_record_words(form) for form in tables.forms]
         device = self.stamps.device
         self._device = device
         self._on_gpu = device.type == "cuda"

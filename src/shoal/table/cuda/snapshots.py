@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import secrets
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import TracebackType
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,18 +15,13 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.errors import InputError
+from shoal.kernels import tables as words
 from shoal.kernels.host_copies import retire, sent
 from shoal.kernels.row_changes import count_changed
 from shoal.kernels.rows import read_ids, read_metadata, read_values
-from shoal.kernels.tables import (
-    COUNT_FREE,
-    COUNT_FRESH,
-    COUNT_ISSUED,
-    COUNT_NONFINITE,
-    CallGroups,
-)
+from shoal.kernels.tables import CallGroups
 from shoal.placement import hash_ids, sort_key
-from shoal.table import checks, native
+from shoal.table import native
 from shoal.table import shard as scalars
 from shoal.table.cuda.calls import ShardTables, probed
 from shoal.table.cuda.deletions import RECORD, DeviceDeletions, Records
@@ -38,8 +30,9 @@ from shoal.table.cuda.host_rows import RowsOnHost
 from shoal.table.cuda.memory import DeviceMemory
 from shoal.table.cuda.snapshot_rows import DeviceImages, Mark, SnapshotRows, chosen, joined_by_hash
 from shoal.table.cuda.turns import Turns
-from shoal.table.shard import HASHES, SnapshotStats, check_bits, check_range, not_copied
+from shoal.table.shard import HASHES, Snapshot, SnapshotStats
 from shoal.table.values import Cursor, RowChunk
+from shoal.uncompiled import uncompiled
 
 _RECORDS = 1 << 20  # of deletions, looked up at a time
 _NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -173,11 +166,9 @@ class History:
         images = others[-1].images if others else None
         # A step keeps rows before it knows their gradients. One that then leaves a row alone has
         # taken its stamp: a younger snapshot that stamped it again would show older ones two rows.
-        skipped = int(memory.counters.known_KC[:, COUNT_NONFINITE].sum())
+        skipped = int(memory.counters.known_KC[:, words.COUNT_NONFINITE].sum())
         if images is None or not images.joinable or images.skipped != skipped:
-            images = DeviceImages(
-                memory.layout, tables.specs, tables.forms, tables.form_of, skipped
-            )
+            images = DeviceImages(memory.layout, tables, skipped)
         spans, columns_WC = self._handed_out(), memory.columns_WC[:, : memory.chunks_ready]
         rows = images.join(memory.layout, columns_WC, spans, versions, buffer_bytes)
         made = CudaSnapshot(self, deleted, images, rows)
@@ -213,8 +204,8 @@ class History:
     def _handed_out(self) -> list[Span]:
         """All rows that tables have handed out since they were empty."""
         known_KC = self.memory.counters.known_KC
-        more_K = np.maximum(known_KC[:, COUNT_ISSUED] - known_KC[:, COUNT_FREE], 0)
-        sizes = (known_KC[:, COUNT_FRESH] + more_K).tolist()
+        more_K = np.maximum(known_KC[:, words.COUNT_ISSUED] - known_KC[:, words.COUNT_FREE], 0)
+        sizes = (known_KC[:, words.COUNT_FRESH] + more_K).tolist()
         return [Span(k, 0, size) for k, size in enumerate(sizes) if size > 0]
 
     def rows_still(
@@ -287,7 +278,8 @@ def _drawn_incarnation() -> int:
     return secrets.randbelow((1 << 63) - 1) + 1
 
 
-class CudaSnapshot:
+@uncompiled
+class CudaSnapshot(Snapshot):
     """See `shoal.table.shard.Snapshot`. Methods that change rows continue while it is open.
 
     Each method that changes rows makes one launch more, however many are open. The device holds 4
@@ -302,9 +294,6 @@ class CudaSnapshot:
         rows: its own.
     """
 
-    def __reduce__(self) -> Any:
-        raise not_copied("a snapshot")
-
     def __init__(
         self,
         history: History,
@@ -312,124 +301,53 @@ class CudaSnapshot:
         images: DeviceImages,
         rows: SnapshotRows,
     ) -> None:
+        super().__init__(history.tables.specs, *rows.versions)
         self._history = history
-        self._specs = history.tables.specs
         device = history.tables.device
-        self._since, self._version = rows.versions
-        self._deleted = tuple(deleted)
-        self._images, self._rows = images, rows
-        self._reading = threading.Lock()
+        self._gone = tuple(deleted)
+        self.images, self._rows = images, rows
         on_gpu = device.type == "cuda"
         self._side = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._table = -1
         self._order: tuple[Tensor, Tensor] | None = None
         self._tick = 0
-        self._open = True
         # Not when the process ends: a save that reads it is waited for then.
         weakref.finalize(self, images.leave, rows).atexit = False
-
-    @property
-    def version(self) -> int:
-        """The closed version it shows."""
-        return self._version
-
-    @property
-    def since(self) -> int:
-        """Rows stamped in `(since, version]` are in it; 0: all rows."""
-        return self._since
-
-    @property
-    def concurrent(self) -> bool:
-        """True: methods that change rows continue."""
-        return True
-
-    @property
-    def images(self) -> DeviceImages:
-        """What keeps rows that change, for other open snapshots, too."""
-        return self._images
 
     @property
     def stats(self) -> SnapshotStats:
         """What it has cost so far, rows on their way to the host left out."""
         return self._rows.stats
 
-    def histogram(self, table: int, bits: int) -> Tensor:
-        """Rows by the top `bits` of their hash: int64 [2^bits] on the CPU, bits in [0, 20].
+    def _histogram(self, table: int, bits: int) -> Tensor:
+        with self._beside():
+            keys_R, _ = self._sorted(table)
+            firsts = np.arange(1 << bits, dtype=np.uint64)
+            firsts = (firsts << np.uint64(64 - bits) if bits else firsts) ^ np.uint64(1 << 63)
+            edges = sent(torch.from_numpy(firsts.view(np.int64)), keys_R.device)
+            starts = torch.searchsorted(keys_R, edges)
+            ends = torch.cat([starts[1:], starts.new_tensor([len(keys_R)])])
+            counts = (ends - starts).cpu()
+        self._rows.check()
+        return counts + self._rows.histogram(table, bits, self._tick)
 
-        Raises:
-            InputError: bits outside that range, or the snapshot is closed.
-            CheckpointError: rows that changed could not be kept.
-        """
-        check_bits(bits)
-        with self._reading:
-            self._check(table)
-            with self._beside():
-                keys_R, _ = self._sorted(table)
-                firsts = np.arange(1 << bits, dtype=np.uint64)
-                firsts = (firsts << np.uint64(64 - bits) if bits else firsts) ^ np.uint64(1 << 63)
-                edges = sent(torch.from_numpy(firsts.view(np.int64)), keys_R.device)
-                starts = torch.searchsorted(keys_R, edges)
-                ends = torch.cat([starts[1:], starts.new_tensor([len(keys_R)])])
-                counts = (ends - starts).cpu()
-            self._rows.check()
-            return counts + self._rows.histogram(table, bits, self._tick)
-
-    def read(self, table: int, start: int, stop: int, *, state: bool = True) -> RowChunk:
-        """Rows with `start <= h < stop`, ordered by h, on the CPU.
-
-        Raises:
-            InputError: not 0 <= start <= stop <= HASHES, or the snapshot is closed.
-            CheckpointError: rows that changed could not be kept.
-        """
-        check_range(start, stop)
-        images, rows = self._images, self._rows
-        with self._reading:
-            self._check(table)
-            with self._beside():
-                keys_R, handles_R = self._sorted(table)
-                low, high = (_place(keys_R, bound) for bound in (start, stop))
-                still = self._history.rows_still(table, handles_R[low:high], images, rows)
-            rows.check()
-            kept = rows.read(table, start, stop)
+    def _read(self, table: int, start: int, stop: int, state: bool) -> RowChunk:
+        with self._beside():
+            keys_R, handles_R = self._sorted(table)
+            low, high = (_place(keys_R, bound) for bound in (start, stop))
+            still = self._history.rows_still(table, handles_R[low:high], self.images, self._rows)
+        self._rows.check()
+        kept = self._rows.read(table, start, stop)
         chunk = joined_by_hash(self._specs[table].hash_name, still, kept)
         return chunk if state else replace(chunk, state=chunk.state[:, :0])
 
-    def deleted(self, table: int) -> Tensor:
-        """Ids int64 [U] on the CPU, by h, deleted in `(since, version]` and without a row.
+    def _deleted(self, table: int) -> Tensor:
+        return self._gone[table]
 
-        Raises:
-            InputError: the snapshot is closed.
-        """
-        self._check(table)
-        return self._deleted[table]
-
-    def give_way(self) -> None:
-        """Nothing to leave: a read has one thread."""
-
-    def close(self) -> None:
-        """Forget it; nothing is kept for it from now on. Waits for a read. May be called twice."""
-        with self._reading:
-            if self._open:
-                self._open = False
-                self._history.close(self)
-                self._forget()
-                self._images.leave(self._rows)
-
-    def __enter__(self) -> CudaSnapshot:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _check(self, table: int) -> None:
-        checks.table_index(table, len(self._specs))
-        if not self._open:
-            raise native.closed_snapshot()
+    def _close(self) -> None:
+        self._history.close(self)
+        self._forget()
+        self.images.leave(self._rows)
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
@@ -445,7 +363,7 @@ class CudaSnapshot:
         for; those kept before have an earlier tick."""
         if self._order is None or self._table != table:
             self._forget()
-            history, images = self._history, self._images
+            history, images = self._history, self.images
             with history.turns.aside():
                 mark = images.mark()
                 handles_R, rows_1 = self._rows.listed(table)

@@ -44,6 +44,9 @@ class Stepper:
         tables, memory, plans: the shard's.
         history: is called for rows that are stepped.
         host: where rows are on the host; else None.
+
+    Attributes:
+        side: where lookups' positions are sorted.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class Stepper:
         self._plans = plans
         self._history = history
         self._host = host
-        self._side = SideStream(tables.device)
+        self.side = SideStream(tables.device)
         self._rate_list = RateList(tables.specs)
         self._rates_kept: tuple[list[float], Tensor] | None = None
         self._alarms_reported = 0
@@ -83,23 +86,19 @@ class Stepper:
                 "nan_policy='skip' or 'clip'. Those rows were left as they were.",
             )
 
-    def lease(self, n: int, rooms: Sequence[int], stream: torch.cuda.Stream | None) -> Lease | None:
-        """Memory for the handles of a lookup that `start_runs` sorts; see `SideStream.lease`."""
-        return self._side.lease(n, rooms, stream)
-
     def start_runs(
         self,
         handles_N: Tensor,
         rooms: Sequence[int],
         lease: Lease | None,
-        stream: torch.cuda.Stream | None,
     ) -> Callable[[torch.cuda.Stream | None], Runs]:
         """Start to sort a lookup's positions by row; see `SideStream.start`."""
         layout = self._memory.layout
         # Growth replaces the columns of chunks while the side may still read the old ones.
         read = (handles_N, layout.chunks_WC) if len(self._tables.forms) > 1 else (handles_N,)
-        return self._side.start(
-            lambda: self._tables.runs_of(layout, handles_N, rooms), read, lease, stream
+        main = self._history.turns.stream
+        return self.side.start(
+            lambda: self._tables.runs_of(layout, handles_N, rooms), read, lease, main
         )
 
     def step(self, joined: JoinedGrads, rates_KR: Tensor, ctx: StepContext) -> None:
@@ -122,54 +121,14 @@ class Stepper:
 
     def summed(self, joined: JoinedGrads | None) -> SummedGrads:
         """The per-row sums that `step` would use; waits for the device."""
-        tables: list[int] = []
-        ids: list[Tensor] = []
-        sums: list[Tensor] = []
-        counts: list[Tensor] = []
-        if joined is not None:
-            for number, room in enumerate(joined.runs.rooms):
-                if room:
-                    self._sum_form(number, room, joined, (tables, ids, sums, counts))
-        order = sorted(range(len(tables)), key=tables.__getitem__)
-        return SummedGrads(
-            tuple(tables[i] for i in order),
-            tuple(ids[i] for i in order),
-            tuple(sums[i] for i in order),
-            tuple(counts[i] for i in order),
-        )
-
-    def _sum_form(
-        self,
-        number: int,
-        room: int,
-        joined: JoinedGrads,
-        found: tuple[list[int], list[Tensor], list[Tensor], list[Tensor]],
-    ) -> None:
-        form, device = self._tables.forms[number], self._tables.device
-        sums_UD = torch.empty(room, form.dim, dtype=form.real, device=device)
-        ids_U = torch.empty(room, dtype=torch.int64, device=device)
-        counts_U = torch.empty(room, dtype=torch.int64, device=device)
-        tables_U = torch.empty(room, dtype=torch.int32, device=device)
-        size_0 = sum_runs(
-            self._memory.layout,
-            number,
-            form,
-            joined.runs,
-            joined.sources,
-            sums_UD,
-            ids_U,
-            counts_U,
-            tables_U,
-            counts_N=joined.counts_N,
-        )
-        size = int(size_0)
-        owners_U = tables_U[:size]
-        for k in torch.unique(owners_U).tolist():
-            mine_U = owners_U == k
-            found[0].append(k)
-            found[1].append(ids_U[:size][mine_U])
-            found[2].append(sums_UD[:size][mine_U])
-            found[3].append(counts_U[:size][mine_U])
+        if joined is None:
+            return SummedGrads((), (), (), ())
+        layout, runs, sources = self._memory.layout, joined.runs, joined.sources
+        found = list[tuple[int, Tensor, Tensor, Tensor]]()
+        for number, form in enumerate(self._tables.forms):
+            found += sum_runs(layout, number, form, runs, sources, counts_N=joined.counts_N)
+        found.sort(key=lambda table: table[0])
+        return SummedGrads(*zip(*found, strict=True)) if found else SummedGrads((), (), (), ())
 
     def step_ids(
         self,
@@ -235,17 +194,9 @@ class Stepper:
         return self._rates_kept[1]
 
     def joined(
-        self,
-        records: Sequence[GradRecord],
-        owned: Sequence[CudaTicket],
-        stream: torch.cuda.Stream | None,
+        self, records: Sequence[GradRecord], owned: Sequence[CudaTicket]
     ) -> JoinedGrads | None:
-        """The records as one call; None when there is none.
-
-        Args:
-            owned: the ticket of each record.
-            stream: the present one.
-        """
+        """The records as one call; None when there is none. owned: the ticket of each record."""
         groups = [
             self._grad_groups(record, ticket) for record, ticket in zip(records, owned, strict=True)
         ]
@@ -253,7 +204,7 @@ class Stepper:
         if not owned:
             return None
         if len(owned) == 1:
-            runs, counts_N = owned[0].runs(stream), owned[0].counts_N
+            runs, counts_N = owned[0].runs(self._history.turns.stream), owned[0].counts_N
         else:
             handles_N = torch.cat([ticket.handles_N for ticket in owned])
             rooms = [sum(parts) for parts in zip(*(t.shape.rooms for t in owned), strict=True)]

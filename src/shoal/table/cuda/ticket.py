@@ -29,6 +29,7 @@ class HeldRows:
 
 
 @uncompiled
+@dataclass(eq=False, repr=False)
 class CudaTicket:
     """See `shoal.table.shard.Ticket`; ends with this object at the latest.
 
@@ -45,53 +46,20 @@ class CudaTicket:
         lease: what the handles are in, if they have no memory of their own.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_bags",
-        "_lease",
-        "_met_N",
-        "_turns",
-        "counts_N",
-        "event_time_s",
-        "groups",
-        "handles_N",
-        "held",
-        "live",
-        "runs",
-        "shape",
-        "shard",
-        "stream",
-    )
-
-    def __init__(
-        self,
-        shard: object,
-        turns: Turns,
-        groups: IdGroups,
-        shape: CallShape,
-        handles_N: Tensor,
-        met_N: Tensor,
-        counts_N: Tensor | None,
-        event_time_s: int,
-        runs: Callable[[torch.cuda.Stream | None], Runs],
-        stream: torch.cuda.Stream | None,
-        held: HeldRows | None,
-        lease: Lease | None,
-    ) -> None:
-        self.shard = shard
-        self._turns = turns
-        self.groups = groups
-        self.shape = shape
-        self.handles_N = handles_N
-        self._met_N = met_N
-        self.counts_N = counts_N
-        self.event_time_s = event_time_s
-        self.runs = runs
-        self.stream = stream
-        self.held = held
-        self.live = True
-        self._lease = lease
-        self._bags: tuple[Tensor, Tensor] | None = None
+    shard: object
+    _turns: Turns
+    groups: IdGroups
+    shape: CallShape
+    handles_N: Tensor
+    _met_N: Tensor
+    counts_N: Tensor | None
+    event_time_s: int
+    runs: Callable[[torch.cuda.Stream | None], Runs]
+    stream: torch.cuda.Stream | None
+    held: HeldRows | None
+    _lease: Lease | None
+    live: bool = True
+    _bags: tuple[Tensor, Tensor] | None = None
 
     def __reduce__(self) -> Any:
         raise not_copied("a ticket")
