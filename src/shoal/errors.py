@@ -3,7 +3,8 @@
 ShoalError
 ├── ConfigError           a setting, spec or override is wrong           (ValueError)
 │   ├── UnknownName       a name that does not exist; lists the nearest  (KeyError)
-│   └── LaunchError       launcher variables that contradict each other
+│   ├── LaunchError       launcher variables that contradict each other
+│   └── MissingPackage    a package of an extra is not installed         (ImportError)
 ├── InputError            data of a call is wrong                        (ValueError)
 │   ├── ShapeError        wrong shape, length or offsets
 │   ├── DTypeError        wrong dtype or device                          (TypeError)
@@ -36,6 +37,7 @@ __all__ = [
     "DeviceUnavailable",
     "InputError",
     "LaunchError",
+    "MissingPackage",
     "NonFiniteGradient",
     "OutOfDeviceMemory",
     "ServerLost",
@@ -80,6 +82,10 @@ class UnknownName(ConfigError, KeyError):
 
 class LaunchError(ConfigError):
     """Variables of a launcher contradict each other, or are incomplete."""
+
+
+class MissingPackage(ConfigError, ImportError):
+    """A package of an extra is not installed; `name` is the module that was not found."""
 
 
 class InputError(ShoalError, ValueError):
@@ -144,14 +150,21 @@ def did_you_mean(got: str, known: Iterable[str]) -> str:
     return f"Did you mean {' or '.join(near)}?" if near else ""
 
 
-def no_package(what: str, package: str, extra: str, allowed: str = "") -> ConfigError:
-    """Build a `ConfigError` for a package that is not installed, and that an extra brings."""
-    return ConfigError(
+# By the module that they bring, where its name is another one.
+_PACKAGES = {"google": "protobuf", "grpc": "grpcio", "zmq": "pyzmq"}
+
+
+def no_package(what: str, module: str, extra: str, allowed: str = "") -> MissingPackage:
+    """Build a `MissingPackage` for a module that was not found, and that an extra brings."""
+    top = module.partition(".")[0]
+    error = MissingPackage(
         what,
-        got=f"no package {package}",
+        got=f"no package {_PACKAGES.get(top) or top.replace('_', '-')}",
         allowed=allowed or f"the packages of the extra {extra!r}",
         remedy=f"pip install 'shoal[{extra}]'.",
     )
+    error.name = module
+    return error
 
 
 _LISTED = 50

@@ -62,7 +62,7 @@ _DEAD_MS = 20_000  # without a sign of life it is closed, and made again; more t
 
 def _check_package() -> None:
     if zmq is None:
-        raise errors.no_package("connection to a server", "pyzmq", "ps", "pyzmq 25 or later")
+        raise errors.no_package("connection to a server", "zmq", "ps", "pyzmq 25 or later")
 
 
 def _watch(socket: zmq.Socket[bytes], address: str) -> None:

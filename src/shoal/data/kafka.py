@@ -233,7 +233,7 @@ class KafkaFeed:
         try:
             import confluent_kafka as kafka
         except ImportError as error:
-            raise no_package("data.source kafka", "confluent-kafka", "kafka") from error
+            raise no_package("data.source kafka", "confluent_kafka", "kafka") from error
         options = {name: _value(value) for name, value in self._settings.options}
         settings = {
             "group.id": self._group,

@@ -11,6 +11,4 @@ try:
     import starlette  # noqa: F401
     import uvicorn as uvicorn
 except ImportError as error:
-    _NAMES = {"google": "protobuf", "google.protobuf": "protobuf", "grpc": "grpcio"}
-    missing = _NAMES.get(error.name or "", str(error.name).replace("_", "-"))
-    raise no_package("servers and clients of models", missing, "serve") from error
+    raise no_package("servers and clients of models", str(error.name), "serve") from error

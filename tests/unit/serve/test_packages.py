@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from shoal.errors import ConfigError
+
+TESTS = Path(__file__).parents[2]
 
 PACKAGES = {
     "google.protobuf": "protobuf",
@@ -32,15 +36,27 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 def test_a_missing_package_is_named(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "shoal.serve.packages", raising=False)
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=rf"no package {PACKAGES[module]};.*shoal\[serve\]"):
+    match = rf"no package {PACKAGES[module]};.*shoal\[serve\]"
+    with pytest.raises(ConfigError, match=match) as caught:
         importlib.import_module("shoal.serve.packages")
+    assert isinstance(caught.value, ImportError) and caught.value.name == module
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["client", "loading", "server"])
 def test_modules_that_need_one_say_so(module: str) -> None:
     done = run(f"import shoal.serve.{module}")
-    assert "ConfigError: servers and clients of models: got no package" in done.stderr
+    assert "MissingPackage: servers and clients of models: got no package" in done.stderr
+
+
+@pytest.mark.slow
+def test_tests_that_need_one_are_left_out_and_others_run() -> None:
+    files = [str(TESTS / "unit" / file) for file in ("serve/test_service.py", "test_ids.py")]
+    code = f"import pytest; pytest.main(['--collect-only', '-qq', '-p', 'no:xdist', *{files}])"
+    done = run(code)
+    assert "not collected: unit/serve/test_service.py needs" in done.stdout, done.stdout
+    assert "unit/test_ids.py: " in done.stdout, done.stdout
 
 
 @pytest.mark.slow
