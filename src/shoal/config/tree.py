@@ -150,12 +150,14 @@ def dump(value: Any) -> Any:
 
 
 def _convert(value: Any, hint: Any, what: str) -> Any:
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping | str):
         union = typing.get_origin(hint) in (typing.Union, types.UnionType)
         options = typing.get_args(hint) if union else (hint,)
         for base, registry in ((schedules.Schedule, SCHEDULES), (optimizers.Optimizer, OPTIMIZERS)):
-            if any(isinstance(option, type) and issubclass(option, base) for option in options):
+            known = isinstance(value, Mapping) or value in registry
+            if known and any(isinstance(one, type) and issubclass(one, base) for one in options):
                 return build(value, registry)
+    if isinstance(value, Mapping):
         value = tuple(sorted(value.items()))
     return of_type(value, hint, what)
 

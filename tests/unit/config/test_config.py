@@ -246,7 +246,12 @@ def test_default_table_spreads_over_named_ones():
         (["amp=float99"], ConfigError, ["amp", "'float99'", "bfloat16"]),
         (["~data.source"], ConfigError, ["data.source", "got nothing"]),
         (["tables.default.optimizer.lr=-1"], ConfigError, ["tables.default.optimizer", "-1"]),
-        (["tables.default.optimizer.lr=soon"], ConfigError, ["lr of optimizer adagrad", "soon"]),
+        (
+            ["tables.default.optimizer.lr=soon"],
+            ConfigError,
+            ["lr of optimizer adagrad", "soon", "kind:"],
+        ),
+        (["tables.default.optimizer.lr=cosine"], ConfigError, ["schedule cosine", "no initial"]),
         (
             ["tables.customer.optimizer.lr=0.01"],
             ConfigError,
@@ -342,6 +347,11 @@ def _is_leaf(value: object, base: type) -> bool:
             tree.OPTIMIZERS,
             {"kind": "delay_compensated", "inner": {"kind": "sgd", "lr": 1}, "strength": 0.2},
             optimizers.DelayCompensated(inner=optimizers.SGD(lr=1.0), strength=0.2),
+        ),
+        (
+            tree.OPTIMIZERS,
+            {"kind": "delay_compensated", "inner": "sgd"},
+            optimizers.DelayCompensated(inner=optimizers.SGD()),
         ),
         (
             tree.SCHEDULES,
