@@ -43,7 +43,7 @@ def export(
       shoal export examples/flights.yaml exported --mode distributed --shards 2 --dtype float16
     """
     with clean_errors(debug):
-        from shoal.config.build import build_parts, source_inputs
+        from shoal.config.build import build_parts
         from shoal.serve.bundle import open_bundle
         from shoal.serve.export import export as write
         from shoal.train import folder as folders
@@ -52,15 +52,12 @@ def export(
         found, config = folders.find(run, ())
         checkpoint = folders.checkpoint_of(found)
         assert checkpoint is not None, "found before"
-        inputs = source_inputs(config.data.source)
-        num_dense = inputs.num_dense
-        parts = build_parts(config, config.model, offered=inputs.features, num_dense=num_dense)
+        parts = build_parts(config)
         path = write(
             config,
             parts,
             checkpoint,
             folder,
-            num_dense=num_dense,
             mode=mode,
             shards=shards,
             dtype=dtype,

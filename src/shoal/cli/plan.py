@@ -90,12 +90,13 @@ def make(
       shoal plan examples/dlrm_dcnv2.yaml --devices 64 --topology cluster.yaml --no-changes
     """
     with clean_errors(debug):
+        from shoal.config.build import build_parts
         from shoal.planner import report
         from shoal.train import table_placement
 
         settings = _loaded(config, overrides)
         machines = _machines(settings, topology, devices)
-        parts = table_placement.parts_of(settings)
+        parts = build_parts(settings)
 
         inputs = table_placement.inputs_of(settings, parts, machines.world_size)
 
@@ -148,12 +149,12 @@ def simulate(
         described = simulation.read_tables(config)
         machines = None
         if described is None:
-            from shoal.config.build import build_host_rows
+            from shoal.config.build import build_host_rows, build_parts
             from shoal.planner import host_tier
             from shoal.train import table_placement
 
             settings = _loaded(config, overrides)
-            parts = table_placement.parts_of(settings)
+            parts = build_parts(settings)
             machines = _machines(settings, topology, None)
             weights = sum(one.numel() for one in parts.module.parameters())
             described = simulation.Simulated(
@@ -245,11 +246,12 @@ def profile(
     distributed.statistics=FILE plans with them.
     """
     with clean_errors(debug):
+        from shoal.config.build import build_parts
         from shoal.planner.statistics import statistics_text
         from shoal.train import table_placement
 
         settings = _loaded(config, overrides)
-        found = table_placement.statistics_of(settings, table_placement.parts_of(settings), batches)
+        found = table_placement.statistics_of(settings, build_parts(settings), batches)
         lines = [f"{'table':24} {'ids':>9} {'an example':>10} {'hot 1 %':>8} {'new':>8}"]
         for name, one in sorted(found.items()):
             hot = one.hot_share(one.ids / 100)

@@ -256,10 +256,7 @@ def _open(
     if LOGISTIC in config.baselines:
         models.setdefault(LOGISTIC, LogisticSettings())
     every = {
-        name: build_parts(
-            config, model, offered=data.features, num_dense=data.num_dense, examples=data.train.size
-        )
-        for name, model in models.items()
+        name: build_parts(config, model, examples=data.train.size) for name, model in models.items()
     }
     rate_of = partial(
         settled,
