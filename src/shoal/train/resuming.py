@@ -55,7 +55,7 @@ def _fill(url: str, settings: WarmStartSettings, run_state: RunState) -> None:
             url,
             contents,
             options=_options(settings, manifest, {one.name for one in run_state.learners}),
-            collectives=run_state.ranks.control if run_state.ranks.many else None,
+            collectives=run_state.ranks.control,
         )
     for one in filled:
         one.loaded()
@@ -241,11 +241,8 @@ def restore(config: RunConfig, beginning: Beginning, run_state: RunState) -> Sav
             _fill(beginning.warm, settings, run_state)
         return SavedChain()
     store = CheckpointStore(beginning.url)
-    loaded = load(
-        store.folder(name).url,
-        contents_of(run_state.learners),
-        collectives=ranks.control if ranks.many else None,
-    )
+    contents = contents_of(run_state.learners)
+    loaded = load(store.folder(name).url, contents, collectives=ranks.control)
     state, own = loaded.state["run_state"], loaded.rank_state or None
     run_state.load_state(state, own)
     if ranks.leads:
