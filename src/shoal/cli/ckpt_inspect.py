@@ -25,8 +25,6 @@ from shoal.cli.shell import print_line
 from shoal.errors import unknown_name
 from shoal.telemetry import human_bytes
 
-_RUN_FOLDERS = ("checkpoints", "model")  # of a run folder, which has a config.yaml
-
 
 def find(path: str) -> tuple[CheckpointStore, str]:
     """The checkpoint of that folder or URL, or the newest of a store or of a run: store and name.
@@ -35,12 +33,10 @@ def find(path: str) -> tuple[CheckpointStore, str]:
         CheckpointError: there is none.
     """
     here = Storage(path)
-    if here.exists("config.yaml"):
-        stores = [CheckpointStore(here.child(name)) for name in _RUN_FOLDERS]
-        newest = [(entry, store) for store in stores if (entry := store.latest()) is not None]
-        if newest:
-            entry, store = max(reversed(newest), key=lambda one: one[0].step)
-            return store, entry.name
+    if here.exists("config.yaml"):  # a run folder
+        store = CheckpointStore(here.child("checkpoints"))
+        if (newest := store.latest()) is not None:
+            return store, newest.name
     return locate(path)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,6 @@ from shoal.compiling import begin_step, check_compile, compiled, has_cuda_graphs
 from shoal.config.build import ModelParts, build_host_rows
 from shoal.config.tree import RunConfig
 from shoal.data import Batch
-from shoal.discovery import Discovery
 from shoal.distributed import DistributedModelParallel
 from shoal.distributed.batch_norm import normalise_over_ranks
 from shoal.embedding.collection import EmbeddingCollection
@@ -161,9 +160,9 @@ class Learner:
         )
         self.served = name == config.model.kind and config.distributed.path == "ps"
         self._servers: Servers | None = None
-        self._discovery: Discovery | None = None
+        self._connections = ExitStack()
         if self.served:
-            self._discovery, exchange = _connected(parts.tables, config)
+            exchange = _connected(parts.tables, config, self._connections)
             self.tables.distribute(exchange)
             self._servers = exchange.shard.servers
         self.module = parts.module.to(config.device)
@@ -227,12 +226,7 @@ class Learner:
         Raises:
             ShoalError: one of them failed.
         """
-        try:
-            if self._servers is not None:
-                self._servers.close()
-        finally:
-            if self._discovery is not None:
-                self._discovery.close()
+        self._connections.close()
 
     @property
     def optimizer_names(self) -> list[str]:
@@ -441,8 +435,12 @@ def _check_compile(config: RunConfig) -> None:
     check_compile(config.compile, device, [one for one, keeps in keeping.items() if keeps])
 
 
-def _connected(specs: Sequence[TableSpec], config: RunConfig) -> tuple[Discovery, ServerExchange]:
+def _connected(
+    specs: Sequence[TableSpec], config: RunConfig, connections: ExitStack
+) -> ServerExchange:
     """The parameter servers of a run; each process is a worker of its own.
+
+    connections: gets what is to be closed.
 
     Raises:
         ConfigError: a run without addresses, on a GPU, or with another model's servers.
@@ -459,10 +457,10 @@ def _connected(specs: Sequence[TableSpec], config: RunConfig) -> tuple[Discovery
     discovery = discovery_of(
         settings.discovery, settings.addresses, config.name, settings.session_s
     )
-    try:
-        addresses = servers_of(discovery, settings.count, timeout_s=settings.start_s)
+    with ExitStack() as opened:
+        opened.callback(discovery.close)
         exchange = connect(
-            addresses,
+            servers_of(discovery, settings.count, timeout_s=settings.start_s),
             specs,
             wire=Wire(config.distributed.wire.rows, config.distributed.wire.grads),
             patience=Patience(reply_s=settings.reply_s, repeats=settings.repeats),
@@ -471,10 +469,9 @@ def _connected(specs: Sequence[TableSpec], config: RunConfig) -> tuple[Discovery
             most_bytes=settings.most_mib << 20,
             watch=partial(discovery.watch, ROLE),
         )
-    except BaseException:
-        discovery.close()
-        raise
-    return discovery, exchange
+        opened.callback(exchange.shard.servers.close)
+        connections.push(opened.pop_all())
+    return exchange
 
 
 def contents_of(
