@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shoal.config import RunConfig, as_first_rank
-from shoal.train.folder import RunFolder, replace_text
+from shoal.telemetry import replace_text
+from shoal.train.folder import RunFolder
 from shoal.train.run_state import RunState
 from shoal.train.saving import Saver
 

@@ -253,7 +253,6 @@ def train(
         # A run that had stopped early takes no step when it resumes.
         for trained in () if course.stops else windows:
             if not trained.window:
-                run_state.check()
                 saver.silent()
                 continue
             recorder.add(trained.window, split_all(predicted, trained.logits))

@@ -23,6 +23,7 @@ from shoal.config.tree import WarmStartSettings
 from shoal.errors import CheckpointError, ConfigError
 from shoal.planner import Plan
 from shoal.planner.planner import forced
+from shoal.telemetry import replace_text
 from shoal.train import folder as folders
 from shoal.train.folder import RunFolder
 from shoal.train.learner import contents_of
@@ -169,7 +170,7 @@ def find_beginning(
     if mine is None:
         there = Path(job["folder"])
         mine = RunFolder(there) if there.is_dir() else folders.create(config, attempt)
-    folders.replace_text(mine.config, to_yaml(config))
+    replace_text(mine.config, to_yaml(config))
     return Beginning(mine, url, newest)
 
 

@@ -319,7 +319,7 @@ def _run(
     if plan is not None:
         opened.print(f"plan: {show_seconds(plan.step_s)} a step; {limiting(plan)}")
         if ranks.leads:
-            folders.replace_text(folder.plan, plan.to_json())
+            telemetry.replace_text(folder.plan, plan.to_json())
     job = job_of(config, folder, examples, plan)
     saver = Saver(beginning.url, config.checkpoint, run_state, job=job, chain=chain)
     with ExitStack() as held:
@@ -449,7 +449,7 @@ def _train(
             hook.after_step(run_state.steps)
 
     def waits() -> None:
-        saver.waits()
+        saver.silent()
         published.waits()
 
     observer = RunObserver(config, ranks, opened.learners[0], on_step=stepped)
@@ -544,7 +544,7 @@ def _evaluate_run(
     if opened.ranks.leads:
         page = summary.report_of(config, result, recorder.curves, results)
         with sinks.giving_way("report.html"):
-            folders.replace_text(folder.report, page)
+            telemetry.replace_text(folder.report, page)
         with sinks.giving_way("metrics.json"):
             folder.write_metrics({"name": config.name, **result.as_json()})
     opened.console.print(summary.closing_line(result), highlight=False)
