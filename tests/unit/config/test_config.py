@@ -87,6 +87,8 @@ EVAL = {"every_steps": 5, "early_stop": {"metric": "auc", "patience": 2}}
 QUARANTINE = {"path": "b.jsonl", "most_rows": 5}
 FILES = {"kind": "csv", "label": "y", "paths": ["a"], "eval_paths": ["b"]}
 WARM = {"path": "old", "dense": False}
+COSINE = {"kind": "cosine", "initial": 0.1, "decay_steps": 9}
+WARMUP = {"kind": "warmup", "target": COSINE, "steps": 3}
 
 
 @pytest.mark.parametrize(
@@ -135,6 +137,15 @@ WARM = {"path": "old", "dense": False}
                 "data.source.features.user.column=uid",
             ],
             {"data": {"source": FILES | {"features": {"user": {"kind": "id", "column": "uid"}}}}},
+        ),
+        (
+            [
+                "tables.default.optimizer={kind: adam, lr: warmup}",
+                "tables.default.optimizer.lr.target=cosine",
+                "tables.default.optimizer.lr.target={initial: 0.1, decay_steps: 9}",
+                "tables.default.optimizer.lr.steps=3",
+            ],
+            {"tables": {"default": {"optimizer": {"kind": "adam", "lr": WARMUP}}}},
         ),
         *(
             (
@@ -254,6 +265,11 @@ def test_default_table_spreads_over_named_ones():
             ["tables.default.optimizer.lr=soon"],
             ConfigError,
             ["lr of optimizer adagrad", "soon", "kind:"],
+        ),
+        (
+            ["tables.default.optimizer={kind: delay_compensated, inner: sg}"],
+            UnknownName,
+            ["tables.default.optimizer", "Did you mean sgd?"],
         ),
         (["tables.default.optimizer.lr=cosine"], ConfigError, ["schedule cosine", "no initial"]),
         (
