@@ -109,7 +109,6 @@ def scores_of(stream: str, days: int) -> tuple[dict[str, torch.Tensor], torch.Te
     parts = build_parts(settings, source=source)
     steps, factor = data.train.most_batches, FACTORS[stream]
     learner = Learner(
-        settings.model.kind,
         parts,
         settings,
         ALONE,

@@ -284,7 +284,7 @@ def plain(run: str) -> None:
     config = settings.load(Path(run) / "config.yaml")
     inputs = source_inputs(config.data.source)
     parts = build_parts(config)
-    learner = Learner(config.model.kind, parts, config)
+    learner = Learner(parts, config)
     url = checkpoint_of(RunFolder(Path(run)))
     assert url is not None
     name = learner.name

@@ -114,8 +114,7 @@ class Learner:
     """One model that trains: tables, dense module, and an optimizer for each.
 
     Args:
-        name: its key in the metrics.
-        parts: the specs of its tables and its dense module.
+        parts: the specs of its tables and its dense module, and its name in the metrics.
         config: device, seed, dense optimizer, clipping and mixed precision of the run.
         ranks: over more than one, tables are placed, the dense module is replicated or split, and
             batch normalisation counts the examples of all ranks.
@@ -134,7 +133,6 @@ class Learner:
 
     def __init__(
         self,
-        name: str,
         parts: ModelParts,
         config: RunConfig,
         ranks: Ranks = ALONE,
@@ -147,8 +145,8 @@ class Learner:
             partial(_check_compile, config),
             failed=DeviceUnavailable,
         )
-        self.name = name
-        self.predicted = Predicted(name, parts.tasks)
+        self.name, main = parts.name, parts.name == config.model.kind
+        self.predicted = Predicted(self.name, parts.tasks)
         self._objective = parts.spec.objective(parts.tasks)
         self.tables = EmbeddingCollection(
             parts.tables,
@@ -158,7 +156,7 @@ class Learner:
             host_rows=build_host_rows(config),
             seed=config.seed,
         )
-        self.served = name == config.model.kind and config.distributed.path == "ps"
+        self.served = main and config.distributed.path == "ps"
         self._servers: Servers | None = None
         self._connections = ExitStack()
         if self.served:
@@ -175,7 +173,6 @@ class Learner:
         placed_here = ranks.mesh is not None and not self.served
         self.plan = planned(config, parts, ranks, previous) if placed_here else None
         self.model: nn.Module = self._spread(parts, config, ranks)
-        main = name == config.model.kind
         self._dense = dense_optimizers(self.module, config.dense_optimizer, rate_of, all_fit=main)
         members = [one for one, _ in self._dense]
         self.optimizer = members[0] if len(members) == 1 else JointOptimizer(members)

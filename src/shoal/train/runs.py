@@ -27,7 +27,7 @@ from shoal.config.build import RunData, build_parts, open_data
 from shoal.data import Batch, Loader
 from shoal.errors import ConfigError, DataError
 from shoal.metrics import BinaryResult
-from shoal.models import LogisticSettings, ModelSpec
+from shoal.models import LogisticSettings
 from shoal.pipeline import RunHook
 from shoal.planner import Plan
 from shoal.planner.report import limiting
@@ -233,16 +233,12 @@ def _opened(
             epoch_steps=-(-data.train.most_batches // config.data.epochs // config.accumulation),
             factor=scaled_by(config.distributed.lr_scaling, ranks.world_size),
         )
-        models: dict[str, ModelSpec] = {config.model.kind: config.model}
-        if LOGISTIC in config.baselines:
-            models.setdefault(LOGISTIC, LogisticSettings())
-        every = {
-            name: build_parts(placed, model, examples=data.train.size)
-            for name, model in models.items()
-        }
+        models = [config.model]
+        if LOGISTIC in config.baselines and config.model.kind != LOGISTIC:
+            models.append(LogisticSettings())
         learners = []
-        for name, parts in every.items():
-            learners.append(Learner(name, parts, placed, ranks, previous, rate_of))
+        for parts in [build_parts(placed, one, examples=data.train.size) for one in models]:
+            learners.append(Learner(parts, placed, ranks, previous, rate_of))
             held.callback(learners[-1].close)
         ranks.step = lambda: learners[0].steps
         if ranks.many:  # models are built alike, but ranks draw different numbers, for dropout say

@@ -29,7 +29,7 @@ RUN = {
 def learner(device: str) -> Learner:
     run = config.from_mapping({**RUN, "device": device})
     source = SourceInputs(("f",), frozenset(), 1, ("label",))
-    return Learner("m", build_parts(run, source=source), run)
+    return Learner(build_parts(run, source=source), run)
 
 
 Made = Callable[[str], Shard]
