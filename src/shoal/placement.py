@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -366,25 +366,18 @@ def sharded(
     ranks = sorted(range(len(load_W)), key=load_W.__getitem__)
     near = sorted(nodes, key=lambda node: sum(load_W[rank] for rank in node) / len(node))
     slices = max(1, dim // _WIDE_LOAD)
-    match kind:
-        case "row_wise":
-            return row_wise(table, dim, len(load_W))
-        case "table_wise":
-            return table_wise(table, dim, ranks[0])
-        case "column_wise":
-            return column_wise(table, dim, ranks[:slices])
-        case "table_row_wise":
-            return table_row_wise(table, dim, near[0])
-        case "grid":
-            return grid(table, dim, near[:slices])
-        case "data_parallel":
-            return data_parallel(table, dim, len(load_W))
-    raise ConfigError(
-        f"sharding type of table {table!r}",
-        got=repr(kind),
-        allowed=", ".join(get_args(Sharding)),
-        remedy="Name one of them.",
-    )
+    kinds: dict[str, tuple[Callable[..., tuple[Hosted, ...]], object]] = {
+        "row_wise": (row_wise, len(load_W)),
+        "table_wise": (table_wise, ranks[0]),
+        "column_wise": (column_wise, ranks[:slices]),
+        "table_row_wise": (table_row_wise, near[0]),
+        "grid": (grid, near[:slices]),
+        "data_parallel": (data_parallel, len(load_W)),
+    }
+    what, allowed = f"sharding type of table {table!r}", ", ".join(kinds)
+    _require(kind in kinds, what, repr(kind), allowed, "Name one of them.")
+    place, where = kinds[kind]
+    return place(table, dim, where)
 
 
 def row_wise(table: str, dim: int, world_size: int) -> tuple[Hosted, ...]:

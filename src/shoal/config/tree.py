@@ -25,15 +25,9 @@ from pydantic_core import InitErrorDetails, core_schema
 from shoal.compiling import Compile
 from shoal.config.short_forms import ShortFor
 from shoal.config.type_words import DEVICE, NAME, is_bool_for_number, of_type, with_patterns
+from shoal.data import feature_set
 from shoal.data.catalog import RetrievalSettings
-from shoal.data.feature_set import (
-    ID_RULES,
-    ElementWise,
-    FeatureSet,
-    FeatureSpec,
-    IdRule,
-    sequence_group,
-)
+from shoal.data.feature_set import ID_RULES, ElementWise, FeatureSet, FeatureSpec
 from shoal.data.item_tree import TreeSettings
 from shoal.data.kafka import Kafka
 from shoal.data.kinds import KINDS
@@ -160,7 +154,7 @@ def dump(value: Any) -> Any:
 _INSIDE: dict[Any, Registry] = {
     schedules.Schedule: SCHEDULES,
     optimizers.Optimizer: OPTIMIZERS,
-    IdRule: ID_RULES,
+    feature_set.IdRule: ID_RULES,
 }
 
 
@@ -262,7 +256,7 @@ def _features(value: Any) -> FeatureSet:
                     raise unknown_name(f"setting of group {name!r}", str(key), _GROUP)
             inner = [_feature(str(key), own) for key, own in rest.pop("features", {}).items()]
             shared = build_record(rest, ElementWise, f"group {name!r}")
-            made += sequence_group(
+            made += feature_set.sequence_group(
                 str(name), inner, delimiter=shared.delimiter, length=shared.length
             )
         else:
@@ -306,8 +300,7 @@ def _of(registry: Registry) -> _Built:
 
 
 _RULES = ShortFor(
-    "kind",
-    inside={"lr": SCHEDULES, "target": SCHEDULES, "rate": SCHEDULES, "inner": OPTIMIZERS},
+    "kind", inside={"lr": SCHEDULES, "target": SCHEDULES, "rate": SCHEDULES, "inner": OPTIMIZERS}
 )
 OptimizerRule = Annotated[optimizers.Optimizer, _of(OPTIMIZERS), _RULES]
 InitializerRule = Annotated[initializers.Initializer, _of(INITIALIZERS), ShortFor("kind")]
