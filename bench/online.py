@@ -31,7 +31,7 @@ import yaml
 from rich.console import Console
 
 from shoal import config
-from shoal.config.build import build_parts, open_data
+from shoal.config.build import build_parts, open_data, source_inputs
 from shoal.data import Batch, Loader, Source, Subset, SyntheticClicks, flights
 from shoal.metrics import auc
 from shoal.rules.schedules import Piecewise, as_rate
@@ -103,11 +103,12 @@ def scores_of(stream: str, days: int) -> tuple[dict[str, torch.Tensor], torch.Te
     settings = settings_of(stream)
     torch.manual_seed(SEED)
     data = open_data(settings)
-    num_dense = len(SCHEDULED) if stream == "schedule" else data.num_dense
-    parts = build_parts(settings, settings.model, offered=data.features, num_dense=num_dense)
+    source = source_inputs(settings.data.source)
+    if stream == "schedule":
+        source = replace(source, num_dense=len(SCHEDULED))
+    parts = build_parts(settings, source=source)
     steps, factor = data.train.most_batches, FACTORS[stream]
     learner = Learner(
-        settings.model.kind,
         parts,
         settings,
         ALONE,

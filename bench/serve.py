@@ -283,8 +283,8 @@ def plain(run: str) -> None:
     torch.set_num_threads(1)
     config = settings.load(Path(run) / "config.yaml")
     inputs = source_inputs(config.data.source)
-    parts = build_parts(config, config.model, offered=inputs.features, num_dense=inputs.num_dense)
-    learner = Learner(config.model.kind, parts, config)
+    parts = build_parts(config)
+    learner = Learner(parts, config)
     url = checkpoint_of(RunFolder(Path(run)))
     assert url is not None
     name = learner.name

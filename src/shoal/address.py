@@ -97,6 +97,17 @@ def check_dense(what: str, tensor: Tensor) -> None:
     raise DTypeError(what, got=got, allowed="a dense tensor", remedy=remedy)
 
 
+def check_int64(what: str, tensor: Tensor) -> None:
+    """Require a dense int64 tensor.
+
+    Raises:
+        DTypeError: it is neither.
+    """
+    check_dense(what, tensor)
+    if tensor.dtype is not torch.int64:
+        raise DTypeError(f"dtype of {what}", tensor.dtype, "int64", "Call .long().")
+
+
 def _without_values(tensor: Tensor) -> DTypeError:
     return DTypeError(
         "tensor",

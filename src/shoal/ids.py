@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal._core import ops as core
-from shoal.address import address, check_dense
+from shoal.address import address, check_int64
 from shoal.errors import ConfigError, DTypeError, InputError, unknown_name
 
 if TYPE_CHECKING:
@@ -290,9 +290,7 @@ def _check_slots(slot: int | Tensor, layout: FidLayout) -> None:
 def _bits_of(value: Word) -> Word:
     """The 64 bits of an id: a tensor unchanged, an int as unsigned."""
     if not isinstance(value, int):
-        check_dense("ids", value)
-        if value.dtype != torch.int64:
-            raise DTypeError("dtype of ids", value.dtype, "int64", remedy="Call .long().")
+        check_int64("ids", value)
         return value
     if not -(1 << 63) <= value < (1 << 64):
         raise InputError("id", got=value, allowed="64 bits", remedy="Hash longer keys first.")

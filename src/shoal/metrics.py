@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.address import check_dense
+from shoal.address import check_dense, check_int64
 from shoal.errors import ConfigError, DTypeError, InputError, ShapeError
 
 __all__ = [
@@ -277,10 +277,8 @@ def item_ranks(scores_BI: Tensor, own_B: Tensor) -> Tensor:
         ShapeError: not [B, I] and [B].
         InputError: a column that is not there.
     """
-    for tensor in (scores_BI, own_B):
-        check_dense("scores or columns of own items", tensor)
-    if own_B.dtype != torch.int64:
-        raise DTypeError("columns of own items", own_B.dtype, torch.int64, "Call .long().")
+    check_dense("scores", scores_BI)
+    check_int64("columns of own items", own_B)
     if scores_BI.ndim != 2 or own_B.shape != scores_BI.shape[:1]:
         got, remedy = (tuple(scores_BI.shape), tuple(own_B.shape)), "Pass one own item a user."
         raise ShapeError("scores and own items", got=got, allowed="[B, I] and [B]", remedy=remedy)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from shoal.address import check_dense
-from shoal.errors import ConfigError, DTypeError
+from shoal.address import check_int64
+from shoal.errors import ConfigError
 from shoal.ids import mix64, salt, to_signed
 from shoal.rules.rule import Allowed, Checked, named, whole
 
@@ -57,7 +57,7 @@ def hash_ids(table: str, ids_N: Tensor) -> Tensor:
     Raises:
         DTypeError: ids that are not dense int64 tensors.
     """
-    _check_int64("ids", ids_N)
+    check_int64("ids", ids_N)
     return mix64(ids_N ^ to_signed(salt(table)))
 
 
@@ -67,7 +67,7 @@ def sort_key(hashes_N: Tensor) -> Tensor:
     Raises:
         DTypeError: hashes that are not dense int64 tensors.
     """
-    _check_int64("hashes", hashes_N)
+    check_int64("hashes", hashes_N)
     return hashes_N ^ to_signed(1 << 63)
 
 
@@ -77,7 +77,7 @@ def buckets_of(hashes_N: Tensor) -> Tensor:
     Raises:
         DTypeError: hashes that are not dense int64 tensors.
     """
-    _check_int64("hashes", hashes_N)
+    check_int64("hashes", hashes_N)
     return (hashes_N >> (64 - BUCKET_BITS)) & (BUCKETS - 1)
 
 
@@ -87,13 +87,8 @@ def bucket_hashes(start: int, stop: int) -> tuple[int, int]:
     Raises:
         ConfigError: the range is empty or not within 0..BUCKETS.
     """
-    if not 0 <= start < stop <= BUCKETS:
-        raise ConfigError(
-            "bucket range",
-            got=f"[{start}, {stop})",
-            allowed=f"0 <= start < stop <= {BUCKETS}",
-            remedy="Name at least one bucket.",
-        )
+    fits, allowed = 0 <= start < stop <= BUCKETS, f"0 <= start < stop <= {BUCKETS}"
+    _require(fits, "bucket range", f"[{start}, {stop})", allowed, "Name at least one bucket.")
     shift = 64 - BUCKET_BITS
     return start << shift, (stop << shift) - 1
 
@@ -108,13 +103,8 @@ def rank_buckets(rank: int, ranks: int) -> tuple[int, int]:
         ConfigError: W is not in 1..BUCKETS or rank not in 0..W-1.
     """
     _check_ranks(ranks)
-    if not 0 <= rank < ranks:
-        raise ConfigError(
-            "rank of a uniform split",
-            got=rank,
-            allowed=f"0..{ranks - 1}",
-            remedy="Ranks count from 0.",
-        )
+    fits, allowed = 0 <= rank < ranks, f"0..{ranks - 1}"
+    _require(fits, "rank of a uniform split", rank, allowed, "Ranks count from 0.")
     return -(-rank * BUCKETS // ranks), -(-(rank + 1) * BUCKETS // ranks)
 
 
@@ -137,7 +127,7 @@ def floormod(ids_N: Tensor, divisor: int) -> Tensor:
         DTypeError: ids that are not dense int64 tensors.
     """
     _check_divisor(divisor)
-    _check_int64("ids", ids_N)
+    check_int64("ids", ids_N)
     return torch.remainder(ids_N, divisor)
 
 
@@ -149,16 +139,9 @@ def unsigned_mod(ids_N: Tensor, divisor: int) -> Tensor:
         DTypeError: ids that are not dense int64 tensors.
     """
     _check_divisor(divisor)
-    _check_int64("ids", ids_N)
+    check_int64("ids", ids_N)
     high_N, low_N = (ids_N >> 32) & 0xFFFFFFFF, ids_N & 0xFFFFFFFF
     return ((high_N % divisor) * ((1 << 32) % divisor) + low_N) % divisor
-
-
-def _check_int64(what: str, values_N: Tensor) -> None:
-    check_dense(what, values_N)
-    if values_N.dtype is not torch.int64:
-        got, remedy = values_N.dtype, "Convert with .to(torch.int64)."
-        raise DTypeError(f"dtype of {what}", got=got, allowed=torch.int64, remedy=remedy)
 
 
 def _check_ranks(ranks: int) -> None:
@@ -383,25 +366,18 @@ def sharded(
     ranks = sorted(range(len(load_W)), key=load_W.__getitem__)
     near = sorted(nodes, key=lambda node: sum(load_W[rank] for rank in node) / len(node))
     slices = max(1, dim // _WIDE_LOAD)
-    match kind:
-        case "row_wise":
-            return row_wise(table, dim, len(load_W))
-        case "table_wise":
-            return table_wise(table, dim, ranks[0])
-        case "column_wise":
-            return column_wise(table, dim, ranks[:slices])
-        case "table_row_wise":
-            return table_row_wise(table, dim, near[0])
-        case "grid":
-            return grid(table, dim, near[:slices])
-        case "data_parallel":
-            return data_parallel(table, dim, len(load_W))
-    raise ConfigError(
-        f"sharding type of table {table!r}",
-        got=repr(kind),
-        allowed=", ".join(get_args(Sharding)),
-        remedy="Name one of them.",
-    )
+    kinds: dict[str, tuple[Callable[..., tuple[Hosted, ...]], object]] = {
+        "row_wise": (row_wise, len(load_W)),
+        "table_wise": (table_wise, ranks[0]),
+        "column_wise": (column_wise, ranks[:slices]),
+        "table_row_wise": (table_row_wise, near[0]),
+        "grid": (grid, near[:slices]),
+        "data_parallel": (data_parallel, len(load_W)),
+    }
+    what, allowed = f"sharding type of table {table!r}", ", ".join(kinds)
+    _require(kind in kinds, what, repr(kind), allowed, "Name one of them.")
+    place, where = kinds[kind]
+    return place(table, dim, where)
 
 
 def row_wise(table: str, dim: int, world_size: int) -> tuple[Hosted, ...]:
@@ -439,13 +415,13 @@ def grid(table: str, dim: int, column_nodes: Sequence[tuple[int, ...]]) -> tuple
         ConfigError: more slices than columns.
     """
     count = len(column_nodes)
-    if type(dim) is not int or not 0 < count <= dim:
-        raise ConfigError(
-            f"column slices of table {table!r}",
-            got=f"{count} of {dim!r} columns",
-            allowed="at least one, each with one column or more",
-            remedy="Split the table into fewer slices.",
-        )
+    _require(
+        type(dim) is int and 0 < count <= dim,
+        f"column slices of table {table!r}",
+        f"{count} of {dim!r} columns",
+        "at least one, each with one column or more",
+        "Split the table into fewer slices.",
+    )
     unit = _WIDE_LOAD if dim % _WIDE_LOAD == 0 and dim // _WIDE_LOAD >= count else 1
     cuts = [-(-k * (dim // unit) // count) * unit for k in range(count + 1)]
     return tuple(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.address import check_dense
+from shoal.address import check_dense, check_int64
 from shoal.errors import DeviceUnavailable, DTypeError, InputError, ShapeError, unknown_name
 
 Rows = Sequence[Sequence[int]]
@@ -30,9 +30,7 @@ def bad(
 
 
 def check_ids(name: str, tensor: Tensor) -> None:
-    check_dense(name, tensor)
-    if tensor.dtype != torch.int64:
-        raise bad(DTypeError, f"dtype of {name}", tensor.dtype, "int64", "Call .long().")
+    check_int64(name, tensor)
     if tensor.ndim != 1:
         raise bad(ShapeError, f"shape of {name}", tuple(tensor.shape), "one dimension")
 

@@ -57,9 +57,7 @@ class JsonLines:
         kept = [] if continue_after is None else _rows_until(path, continue_after)
         self._opened = clock() - (kept[-1][0] if kept else 0.0)
         if kept:  # the old lines are there until the new file is whole
-            new = path.with_name(f"{path.name}.new")
-            new.write_text("".join(line for _, line in kept), encoding="utf-8")
-            new.replace(path)
+            replace_text(path, "".join(line for _, line in kept))
         mode = "a" if kept else "w"
         self._file: IO[str] = path.open(mode, encoding="utf-8", buffering=1)
 
@@ -75,6 +73,18 @@ class JsonLines:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file that is whole, or as it was, if the process dies meanwhile."""
+    new = path.with_name(f"{path.name}.new")
+    try:
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
+    except OSError:
+        with suppress(OSError):
+            new.unlink()
+        raise
 
 
 def _rows_until(path: Path, step: int) -> list[tuple[float, str]]:

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from shoal import config
-from shoal.config.build import build_parts, open_data
+from shoal.config.build import build_parts
 from shoal.config.tree import RunConfig
 from shoal.errors import ConfigError, ServerLost
 from shoal.ps.averaging import DenseAverage
@@ -44,8 +44,7 @@ def settings(folder: Path, warm: Path | None = None, **distributed: object) -> R
 @pytest.fixture
 def addresses(tmp_path: Path) -> Iterator[list[str]]:
     run = settings(tmp_path)
-    data = open_data(run)
-    parts = build_parts(run, run.model, offered=data.features, num_dense=data.num_dense)
+    parts = build_parts(run)
     servers = [
         TableServer(parts.tables, index=k, of=2, seed=run.seed).serve("tcp://127.0.0.1:0")
         for k in range(2)

@@ -15,7 +15,7 @@ import torch
 from shoal import config as settings
 from shoal.checkpoint import CheckpointStore, Contents, LoadOptions, load, load_share
 from shoal.comm.transport import Secret
-from shoal.config.build import build_parts, open_data
+from shoal.config.build import build_parts
 from shoal.serve.loading import FolderSource, ServedShare
 from shoal.sync.replica import Replica
 from shoal.table.factory import make_shard
@@ -47,8 +47,7 @@ def test_a_replica_ends_with_the_rows_of_the_run(ranks: int, tmp_path: Path) -> 
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     ) as trainer:
         run = settings.load(str(file), ())
-        data = open_data(run)
-        parts = build_parts(run, run.model, offered=data.features, num_dense=data.num_dense)
+        parts = build_parts(run)
         secret = Secret.of_file(str(token))
         with Replica(parts.tables, addresses, every_s=0.02, secret=secret) as replica:
             try:
@@ -90,8 +89,7 @@ def test_parameter_servers_publish_their_rows(tmp_path: Path) -> None:
         trainer = start("train", str(file), "distributed.path=ps", servers)
         started.append(trainer)
         run = settings.load(str(file), ())
-        data = open_data(run)
-        tables = build_parts(run, run.model, offered=data.features, num_dense=data.num_dense).tables
+        tables = build_parts(run).tables
         publishers = [f"tcp://127.0.0.1:{port + index}" for index in range(2)]
         with Replica(tables, publishers, every_s=0.02) as replica:
             printed, _ = trainer.communicate(timeout=240)

@@ -324,7 +324,7 @@ class CheckpointStore:
 
 
 def locate(url: str | Path) -> tuple[CheckpointStore, str]:
-    """A checkpoint by its own folder, or the newest one of the store in a folder.
+    """A checkpoint by its own folder, or the newest one of a folder of them, or of a run's.
 
     Returns:
         the store that it lies in, and its name there.
@@ -335,16 +335,17 @@ def locate(url: str | Path) -> tuple[CheckpointStore, str]:
     storage = Storage(url)
     if storage.exists(MANIFEST):
         return CheckpointStore(storage.parent()), storage.name
-    store = CheckpointStore(storage)
-    newest = store.latest()
-    if newest is None:
-        raise CheckpointError(
-            "checkpoint",
-            got=f"{storage.url}, which neither is one nor holds one",
-            allowed="the folder of a finished save, or the folder of those",
-            remedy="Check the path; an interrupted save leaves no checkpoint.",
-        )
-    return store, newest.name
+    # Below a run's folder, also where early ones had the trained model.
+    for folder in (storage, storage.child("model"), storage.child("checkpoints")):
+        store = CheckpointStore(folder)
+        if (newest := store.latest()) is not None:
+            return store, newest.name
+    raise CheckpointError(
+        "checkpoint",
+        got=f"{storage.url}, which neither is one nor holds one",
+        allowed="the folder of a finished save, or the folder of those",
+        remedy="Check the path; an interrupted save leaves no checkpoint.",
+    )
 
 
 def _age(entry: CheckpointEntry) -> tuple[int, bool]:

@@ -15,10 +15,10 @@ from shoal.cli.plan import plan
 from shoal.cli.ps import ps
 from shoal.cli.run import data, evaluate, predict, train
 from shoal.cli.serve import serve
-from shoal.cli.shell import GivesWay
+from shoal.cli.shell import Commands, GivesWay
 from shoal.cli.usage import AllCommands, run_app
 
-app = typer.Typer(
+app = Commands(
     name="shoal",
     cls=AllCommands,
     help="Train models whose embedding tables keep growing.",

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.shell import Debug, clean_errors, console, option, print_line
+from shoal.cli.shell import Commands, console, option, print_line
 
-bench = typer.Typer(
+bench = Commands(
     name="bench", help="Measure this machine.", no_args_is_help=True, rich_markup_mode="rich"
 )
 
@@ -55,7 +55,6 @@ def comm(
     device: Annotated[
         str, typer.Option(metavar="NAME", help="auto, cpu, cuda or one GPU, cuda:0.")
     ] = "auto",
-    debug: Debug = False,
 ) -> None:
     """Measure the goodput of collectives between the ranks that this was launched on.
 
@@ -69,29 +68,28 @@ def comm(
 
       MONOLITH_BENCHMARK_BPS=ar mpirun -n 4 shoal bench comm --iterations 100
     """
-    with clean_errors(debug):
-        import logging
-        import os
+    import logging
+    import os
 
-        from shoal.comm import benchmarks, launch, launch_environment, mesh
+    from shoal.comm import benchmarks, launch, launch_environment, mesh
 
-        environ = {"MONOLITH_BENCHMARK_BPS": "all", **os.environ}
-        settings = benchmarks.benchmark_settings(
-            environ,
-            which=which,
-            iterations=iterations,
-            all_reduce_length=ar_length,
-            all_to_all_length=a2a_length,
-            path=mesh.path_named(path),
+    environ = {"MONOLITH_BENCHMARK_BPS": "all", **os.environ}
+    settings = benchmarks.benchmark_settings(
+        environ,
+        which=which,
+        iterations=iterations,
+        all_reduce_length=ar_length,
+        all_to_all_length=a2a_length,
+        path=mesh.path_named(path),
+    )
+    logger = logging.getLogger("shoal.comm")
+    logger.addHandler(logging.StreamHandler())
+    logger.setLevel(logging.INFO if launch_environment.detect().rank == 0 else logging.WARNING)
+    started = launch.init(device=device)
+    out = console()
+    try:
+        benchmarks.bps_comm_benchmark(
+            settings, mesh=started, write_line=lambda line: print_line(out, line)
         )
-        logger = logging.getLogger("shoal.comm")
-        logger.addHandler(logging.StreamHandler())
-        logger.setLevel(logging.INFO if launch_environment.detect().rank == 0 else logging.WARNING)
-        started = launch.init(device=device)
-        out = console()
-        try:
-            benchmarks.bps_comm_benchmark(
-                settings, mesh=started, write_line=lambda line: print_line(out, line)
-            )
-        finally:
-            launch.shutdown()
+    finally:
+        launch.shutdown()

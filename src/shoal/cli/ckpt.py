@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.shell import Debug, argument, clean_errors, console, option
+from shoal.cli.shell import Commands, argument, console, option
 from shoal.cli.usage import Exit
 
-ckpt = typer.Typer(
+ckpt = Commands(
     name="ckpt",
     help="Look into checkpoints, check and compare them, move rows in and out.",
     no_args_is_help=True,
@@ -36,7 +36,6 @@ def inspect(
     path: Checkpoint,
     tables: Tables = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Say what a checkpoint holds: step, chain, tables with ages and norms, dense modules, files.
 
@@ -49,10 +48,9 @@ def inspect(
 
       shoal ckpt inspect checkpoints/step-000000002000-delta --table deepfm/carrier --json
     """
-    with clean_errors(debug):
-        from shoal.cli.ckpt_inspect import show
+    from shoal.cli.ckpt_inspect import show
 
-        show(path, tables or (), as_json=as_json, out=console())
+    show(path, tables or (), as_json=as_json, out=console())
 
 
 @ckpt.command(name="verify", no_args_is_help=True)
@@ -61,7 +59,6 @@ def verify(
     chain: Annotated[
         bool, typer.Option("--chain/--alone", help="With the checkpoints that it builds on.")
     ] = True,
-    debug: Debug = False,
 ) -> None:
     """Check every file: size and checksum, order and ranges of rows, counts.
 
@@ -73,11 +70,10 @@ def verify(
 
       shoal ckpt verify s3://bucket/checkpoints/step-000000002000-delta --alone
     """
-    with clean_errors(debug):
-        from shoal.cli import ckpt_compare
+    from shoal.cli import ckpt_compare
 
-        if not ckpt_compare.verify(path, chain=chain, out=console()):
-            raise typer.Exit(Exit.DIFFERENT)
+    if not ckpt_compare.verify(path, chain=chain, out=console()):
+        raise typer.Exit(Exit.DIFFERENT)
 
 
 @ckpt.command(name="diff", no_args_is_help=True)
@@ -85,7 +81,6 @@ def diff(
     left: Annotated[str, argument("A", "Folder or URL, as of inspect.")],
     right: Annotated[str, argument("B", "Folder or URL, as of inspect.")],
     tables: Tables = None,
-    debug: Debug = False,
 ) -> None:
     """Compare two checkpoints: rows that only one has, rows and dense parameters that differ.
 
@@ -97,15 +92,14 @@ def diff(
 
       shoal ckpt diff checkpoints/step-000000001000-full checkpoints/step-000000002000-delta
     """
-    with clean_errors(debug):
-        from shoal.cli import ckpt_compare
+    from shoal.cli import ckpt_compare
 
-        if not ckpt_compare.diff(left, right, tables or (), out=console()):
-            raise typer.Exit(Exit.DIFFERENT)
+    if not ckpt_compare.diff(left, right, tables or (), out=console()):
+        raise typer.Exit(Exit.DIFFERENT)
 
 
 @ckpt.command(name="compact", no_args_is_help=True)
-def compact(path: Checkpoint, debug: Debug = False) -> None:
+def compact(path: Checkpoint) -> None:
     """Write the chain that ends in a delta as one full checkpoint next to it.
 
     The chain stays; the new one loads by itself and can be a parent. Its row files have the bytes
@@ -115,10 +109,9 @@ def compact(path: Checkpoint, debug: Debug = False) -> None:
 
       shoal ckpt compact checkpoints/step-000000002000-delta
     """
-    with clean_errors(debug):
-        from shoal.cli import ckpt_compare
+    from shoal.cli import ckpt_compare
 
-        ckpt_compare.compact(path, out=console())
+    ckpt_compare.compact(path, out=console())
 
 
 @ckpt.command(name="export", no_args_is_help=True)
@@ -131,7 +124,6 @@ def export(
         bool,
         typer.Option("--weights-only", help="Leave out optimizer state, version, time and count."),
     ] = False,
-    debug: Debug = False,
 ) -> None:
     """Write the rows as Parquet: a folder for each table, which pandas, polars and DuckDB read.
 
@@ -143,12 +135,11 @@ def export(
 
       shoal ckpt export checkpoints --out vectors --table deepfm/carrier --weights-only
     """
-    with clean_errors(debug):
-        from shoal.cli import ckpt_rows
+    from shoal.cli import ckpt_rows
 
-        ckpt_rows.export(
-            path, out, form=form, tables=tables or (), weights_only=weights_only, log=console()
-        )
+    ckpt_rows.export(
+        path, out, form=form, tables=tables or (), weights_only=weights_only, log=console()
+    )
 
 
 @ckpt.command(name="import", no_args_is_help=True)
@@ -214,7 +205,6 @@ def import_(
         int | None,
         option("S", "Unix time at which rows count as seen that do not say it; now if left out."),
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Make a full checkpoint of rows from elsewhere.
 
@@ -232,8 +222,6 @@ def import_(
       --out checkpoints
     """
     given = {**locals(), "tables": tables or [], "key": key or []}
-    del given["debug"]
-    with clean_errors(debug):
-        from shoal.cli import ckpt_rows
+    from shoal.cli import ckpt_rows
 
-        ckpt_rows.import_rows(ckpt_rows.ImportRequest(**given), out=console())
+    ckpt_rows.import_rows(ckpt_rows.ImportRequest(**given), out=console())

@@ -12,7 +12,8 @@ from torch import Tensor
 from shoal.checkpoint import maintenance
 from shoal.checkpoint.chain import Chain, Link
 from shoal.checkpoint.dense import DenseReader, check_files
-from shoal.cli.ckpt_inspect import chosen, find, plain_table
+from shoal.checkpoint.store import locate
+from shoal.cli.ckpt_inspect import chosen, plain_table
 from shoal.cli.shell import print_line
 from shoal.telemetry import human_bytes
 
@@ -26,7 +27,7 @@ def diff(left: str, right: str, tables: Sequence[str], *, out: Console) -> bool:
         CheckpointError: no checkpoint there, or a file of it is missing or damaged.
         UnknownName: neither has such a table.
     """
-    both = [Chain(*find(path)) for path in (left, right)]
+    both = [Chain(*locate(path)) for path in (left, right)]
     rows = _rows(both, tables)
     dense = [] if tables else list(_dense(both))
 
@@ -112,7 +113,7 @@ def verify(path: str, *, chain: bool, out: Console) -> bool:
     Raises:
         CheckpointError: there is no checkpoint.
     """
-    store, name = find(path)
+    store, name = locate(path)
     report = maintenance.verify(store.folder(name).url, chain=chain)
 
     print_line(out, f"checkpoint: {report.url}")
@@ -136,7 +137,7 @@ def compact(path: str, *, out: Console) -> None:
     Raises:
         CheckpointError: none there, a broken chain, a full one already, or no room.
     """
-    store, name = find(path)
+    store, name = locate(path)
     chain = Chain(store, name)
     written = maintenance.compact(store, name)
     new = store.folder(store.name(written.step, "full"))

@@ -1,4 +1,4 @@
-"""`shoal ckpt inspect`, and finding checkpoints and their tables for the others."""
+"""`shoal ckpt inspect`, and finding tables of checkpoints for the others."""
 
 from __future__ import annotations
 
@@ -19,29 +19,10 @@ from shoal.checkpoint.chain import Chain, Link
 from shoal.checkpoint.dense import DenseReader, check_files
 from shoal.checkpoint.manifest import FileKind, Manifest, SavedTable
 from shoal.checkpoint.row_files import Columns, RowLayout, read_rows, tallied
-from shoal.checkpoint.storage import Storage
-from shoal.checkpoint.store import CheckpointStore, locate
+from shoal.checkpoint.store import locate
 from shoal.cli.shell import print_line
 from shoal.errors import unknown_name
 from shoal.telemetry import human_bytes
-
-_RUN_FOLDERS = ("checkpoints", "model")  # of a run folder, which has a config.yaml
-
-
-def find(path: str) -> tuple[CheckpointStore, str]:
-    """The checkpoint of that folder or URL, or the newest of a store or of a run: store and name.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    here = Storage(path)
-    if here.exists("config.yaml"):
-        stores = [CheckpointStore(here.child(name)) for name in _RUN_FOLDERS]
-        newest = [(entry, store) for store in stores if (entry := store.latest()) is not None]
-        if newest:
-            entry, store = max(reversed(newest), key=lambda one: one[0].step)
-            return store, entry.name
-    return locate(path)
 
 
 def chosen(tables: Sequence[SavedTable], names: Sequence[str]) -> list[int]:
@@ -176,7 +157,7 @@ def show(path: str, tables: Sequence[str], *, as_json: bool, out: Console) -> No
         CheckpointError: there is none, or it is damaged.
         UnknownName: it has no such table.
     """
-    found = gather(Chain(*find(path)), tables)
+    found = gather(Chain(*locate(path)), tables)
     if as_json:
         print_line(out, json.dumps(found, indent=2, allow_nan=False))
         return

@@ -19,7 +19,8 @@ from shoal.checkpoint.formats.dumps import open_embeddings, open_npz, open_text
 from shoal.checkpoint.formats.foreign import ForeignSource, Offered, TableForm, form_of, receive
 from shoal.checkpoint.formats.monolith import open_monolith
 from shoal.checkpoint.formats.parquet import open_parquet, write_parquet
-from shoal.cli.ckpt_inspect import chosen, find
+from shoal.checkpoint.store import locate
+from shoal.cli.ckpt_inspect import chosen
 from shoal.cli.shell import print_line
 from shoal.config import RunConfig
 from shoal.config.build import table_spec
@@ -241,7 +242,7 @@ def export(
     """
     if form not in _EXPORTS:
         raise unknown_name("format to export", form, _EXPORTS)
-    chain, what = Chain(*find(path)), "folder to export to"
+    chain, what = Chain(*locate(path)), "folder to export to"
     indices = chosen(chain.tables, tables)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         got = f"{out}, which is {'not empty' if out.is_dir() else 'a file'}"

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from shoal.cli.run import Run
-from shoal.cli.shell import Debug, argument, clean_errors, console, option, print_line
+from shoal.cli.shell import argument, console, option, print_line
 
 
 def export(
@@ -28,7 +28,6 @@ def export(
     keep: Annotated[
         int, typer.Option(metavar="N", help="Versions that stay; older ones are removed.")
     ] = 5,
-    debug: Debug = False,
 ) -> None:
     """Write a trained model for servers: DIR/<version>/, which appears as a whole.
 
@@ -42,32 +41,28 @@ def export(
 
       shoal export examples/flights.yaml exported --mode distributed --shards 2 --dtype float16
     """
-    with clean_errors(debug):
-        from shoal.config.build import build_parts, source_inputs
-        from shoal.serve.bundle import open_bundle
-        from shoal.serve.export import export as write
-        from shoal.train import folder as folders
+    from shoal.config.build import build_parts
+    from shoal.serve.bundle import open_bundle
+    from shoal.serve.export import export as write
+    from shoal.train import folder as folders
 
-        out = console()
-        found, config = folders.find(run, ())
-        checkpoint = folders.checkpoint_of(found)
-        assert checkpoint is not None, "found before"
-        inputs = source_inputs(config.data.source)
-        num_dense = inputs.num_dense
-        parts = build_parts(config, config.model, offered=inputs.features, num_dense=num_dense)
-        path = write(
-            config,
-            parts,
-            checkpoint,
-            folder,
-            num_dense=num_dense,
-            mode=mode,
-            shards=shards,
-            dtype=dtype,
-            version=version,
-            keep=keep,
-        )
-        bundle = open_bundle(path / "entry" if mode == "distributed" else path)
-        if bundle.signature.dense_problem is not None:
-            print_line(out, f"no dense.pt2, only dense.pt: {bundle.signature.dense_problem}")
-        print_line(out, f"exported: {path}")
+    out = console()
+    found, config = folders.find(run, ())
+    checkpoint = folders.checkpoint_of(found)
+    assert checkpoint is not None, "found before"
+    parts = build_parts(config)
+    path = write(
+        config,
+        parts,
+        checkpoint,
+        folder,
+        mode=mode,
+        shards=shards,
+        dtype=dtype,
+        version=version,
+        keep=keep,
+    )
+    bundle = open_bundle(path / "entry" if mode == "distributed" else path)
+    if bundle.signature.dense_problem is not None:
+        print_line(out, f"no dense.pt2, only dense.pt: {bundle.signature.dense_problem}")
+    print_line(out, f"exported: {path}")

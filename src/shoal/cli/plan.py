@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from shoal.cli.shell import Debug, Overrides, argument, clean_errors, console, option, print_line
+from shoal.cli.shell import Commands, Overrides, argument, console, option, print_line
 
 if TYPE_CHECKING:
     from shoal.config import RunConfig
@@ -28,7 +28,7 @@ class _ConfigFirst(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-plan = typer.Typer(
+plan = Commands(
     name="plan",
     help="Plan which rank holds which table, for machines that there are or are not.",
     no_args_is_help=True,
@@ -76,7 +76,6 @@ def make(
         ),
     ] = True,
     time_limit: Annotated[float, option("S", "Seconds of the search.")] = 60.0,
-    debug: Debug = False,
 ) -> None:
     """Plan the tables of a run, print the plan, and write it as JSON and HTML.
 
@@ -89,27 +88,27 @@ def make(
 
       shoal plan examples/dlrm_dcnv2.yaml --devices 64 --topology cluster.yaml --no-changes
     """
-    with clean_errors(debug):
-        from shoal.planner import report
-        from shoal.train import table_placement
+    from shoal.config.build import build_parts
+    from shoal.planner import report
+    from shoal.train import table_placement
 
-        settings = _loaded(config, overrides)
-        machines = _machines(settings, topology, devices)
-        parts = table_placement.parts_of(settings)
+    settings = _loaded(config, overrides)
+    machines = _machines(settings, topology, devices)
+    parts = build_parts(settings)
 
-        inputs = table_placement.inputs_of(settings, parts, machines.world_size)
+    inputs = table_placement.inputs_of(settings, parts, machines.world_size)
 
-        def plan_on(where: Topology) -> Any:
-            return table_placement.plan_run(
-                settings, parts, where, inputs=inputs, groups=groups, time_limit_s=time_limit
-            )
+    def plan_on(where: Topology) -> Any:
+        return table_placement.plan_run(
+            settings, parts, where, inputs=inputs, groups=groups, time_limit_s=time_limit
+        )
 
-        found = plan_on(machines)
-        changed = report.changes_of(plan_on, machines) if changes else []
-        _print(report.text_of(found, changed))
-        name = f"{settings.name}-plan"
-        _write(out / f"{name}.json", found.to_json())
-        _write(out / f"{name}.html", report.html_of(found, f"Plan of {settings.name}", changed))
+    found = plan_on(machines)
+    changed = report.changes_of(plan_on, machines) if changes else []
+    _print(report.text_of(found, changed))
+    name = f"{settings.name}-plan"
+    _write(out / f"{name}.json", found.to_json())
+    _write(out / f"{name}.html", report.html_of(found, f"Plan of {settings.name}", changed))
 
 
 @plan.command(name="simulate")
@@ -127,7 +126,6 @@ def simulate(
     groups: Groups = False,
     out: Out = Path(),
     time_limit: Annotated[float, option("S", "Seconds of the search of each size.")] = 20.0,
-    debug: Debug = False,
 ) -> None:
     """Plan for clusters that one does not have: step time and memory against devices.
 
@@ -141,50 +139,47 @@ def simulate(
 
       shoal plan simulate tables.yaml --groups
     """
-    with clean_errors(debug):
-        from shoal.planner import report, simulation
+    from shoal.planner import report, simulation
 
-        sizes = simulation.sizes_of(devices)
-        described = simulation.read_tables(config)
-        machines = None
-        if described is None:
-            from shoal.config.build import build_host_rows
-            from shoal.planner import host_tier
-            from shoal.train import table_placement
+    sizes = simulation.sizes_of(devices)
+    described = simulation.read_tables(config)
+    machines = None
+    if described is None:
+        from shoal.config.build import build_host_rows, build_parts
+        from shoal.planner import host_tier
+        from shoal.train import table_placement
 
-            settings = _loaded(config, overrides)
-            parts = table_placement.parts_of(settings)
-            machines = _machines(settings, topology, None)
-            weights = sum(one.numel() for one in parts.module.parameters())
-            described = simulation.Simulated(
-                table_placement.inputs_of(settings, parts, 1),
-                weights,
-                divided=settings.data.batch_size,
-                tier_on=partial(host_tier, build_host_rows(settings), parts.tables),
-            )
-        if machines is None or topology is not None:
-            machines = simulation.machines_of(topology)
-        points = simulation.simulate(
-            described, machines, sizes, batch_size=batch_size, groups=groups,
-            time_limit_s=time_limit,
-        )  # fmt: skip
-        _print(report.simulated_text(points))
-        name = Path(config).stem
-        page = report.simulated_html(points, f"Simulation of {name}", machines)
-        _write(out / f"{name}-simulation.html", page)
+        settings = _loaded(config, overrides)
+        parts = build_parts(settings)
+        machines = _machines(settings, topology, None)
+        weights = sum(one.numel() for one in parts.module.parameters())
+        described = simulation.Simulated(
+            table_placement.inputs_of(settings, parts, 1),
+            weights,
+            divided=settings.data.batch_size,
+            tier_on=partial(host_tier, build_host_rows(settings), parts.tables),
+        )
+    if machines is None or topology is not None:
+        machines = simulation.machines_of(topology)
+    points = simulation.simulate(
+        described, machines, sizes, batch_size=batch_size, groups=groups,
+        time_limit_s=time_limit,
+    )  # fmt: skip
+    _print(report.simulated_text(points))
+    name = Path(config).stem
+    page = report.simulated_html(points, f"Simulation of {name}", machines)
+    _write(out / f"{name}-simulation.html", page)
 
 
 @plan.command(name="diff")
 def diff(
     first: Annotated[str, argument("PLAN", "A plan's JSON file.")],
     second: Annotated[str, argument("PLAN", "Another one.")],
-    debug: Debug = False,
 ) -> None:
     """Print what two plans have differently, a line a table."""
-    with clean_errors(debug):
-        from shoal.planner import read_plan
+    from shoal.planner import read_plan
 
-        _print(read_plan(first).diff(read_plan(second)) or ["no difference"])
+    _print(read_plan(first).diff(read_plan(second)) or ["no difference"])
 
 
 @plan.command(name="calibrate")
@@ -198,7 +193,6 @@ def calibrate(
     quick: Annotated[
         bool, typer.Option("--quick", help="Few repeats: shows that it runs.")
     ] = False,
-    debug: Debug = False,
 ) -> None:
     """Measure this machine for plans: memory, tables, links between ranks, whole steps.
 
@@ -211,23 +205,22 @@ def calibrate(
 
       torchrun --nproc-per-node 8 -m shoal.cli plan calibrate --out .
     """
-    with clean_errors(debug):
-        from shoal.comm import launch
-        from shoal.distributed import timed_steps
-        from shoal.planner import calibrate as measuring
-        from shoal.planner.topology import cache_folder
+    from shoal.comm import launch
+    from shoal.distributed import timed_steps
+    from shoal.planner import calibrate as measuring
+    from shoal.planner.topology import cache_folder
 
-        mesh = launch.init(device=device)
-        try:
-            found = measuring.measure(mesh, scale=measuring.QUICK if quick else None)
-            found = timed_steps.fitted(mesh, found, quick=quick)
-            if mesh.rank == 0:
-                folder = cache_folder() if out is None else out
-                folder.mkdir(parents=True, exist_ok=True)
-                _print([found.summary(), *measuring.lines_of(found.rates)])
-                print_line(console(), f"wrote {measuring.cached(folder, found)}")
-        finally:
-            launch.shutdown()
+    mesh = launch.init(device=device)
+    try:
+        found = measuring.measure(mesh, scale=measuring.QUICK if quick else None)
+        found = timed_steps.fitted(mesh, found, quick=quick)
+        if mesh.rank == 0:
+            folder = cache_folder() if out is None else out
+            folder.mkdir(parents=True, exist_ok=True)
+            _print([found.summary(), *measuring.lines_of(found.rates)])
+            print_line(console(), f"wrote {measuring.cached(folder, found)}")
+    finally:
+        launch.shutdown()
 
 
 @plan.command(name="profile-data")
@@ -238,27 +231,26 @@ def profile(
     out: Annotated[
         Path, option("FILE", "Where the statistics are written; statistics.json if left out.")
     ] = Path("statistics.json"),
-    debug: Debug = False,
 ) -> None:
     """Measure the ids of a run's data: how many, how often which, how many are new.
 
     distributed.statistics=FILE plans with them.
     """
-    with clean_errors(debug):
-        from shoal.planner.statistics import statistics_text
-        from shoal.train import table_placement
+    from shoal.config.build import build_parts
+    from shoal.planner.statistics import statistics_text
+    from shoal.train import table_placement
 
-        settings = _loaded(config, overrides)
-        found = table_placement.statistics_of(settings, table_placement.parts_of(settings), batches)
-        lines = [f"{'table':24} {'ids':>9} {'an example':>10} {'hot 1 %':>8} {'new':>8}"]
-        for name, one in sorted(found.items()):
-            hot = one.hot_share(one.ids / 100)
-            lines.append(
-                f"{name:24} {one.ids:>9,.0f} {one.ids_per_sample:>10.3g} {hot:>8.1%} "
-                f"{one.new_per_sample:>8.3g}"
-            )
-        _print(lines)
-        _write(out, statistics_text(found))
+    settings = _loaded(config, overrides)
+    found = table_placement.statistics_of(settings, build_parts(settings), batches)
+    lines = [f"{'table':24} {'ids':>9} {'an example':>10} {'hot 1 %':>8} {'new':>8}"]
+    for name, one in sorted(found.items()):
+        hot = one.hot_share(one.ids / 100)
+        lines.append(
+            f"{name:24} {one.ids:>9,.0f} {one.ids_per_sample:>10.3g} {hot:>8.1%} "
+            f"{one.new_per_sample:>8.3g}"
+        )
+    _print(lines)
+    _write(out, statistics_text(found))
 
 
 def _loaded(config: str, overrides: Sequence[str] | None) -> RunConfig:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.shell import Debug, Overrides, argument, clean_errors, console, option, print_line
+from shoal.cli.shell import Overrides, argument, console, option, print_line
 from shoal.cli.usage import Exit
 
 if TYPE_CHECKING:
@@ -53,7 +53,6 @@ def ps(
         bool,
         typer.Option("--status", help="Serve nothing: print how the servers at ADDRESS... are."),
     ] = False,
-    debug: Debug = False,
 ) -> None:
     """Serve a share of the rows of a run's model to workers, until SIGTERM or Ctrl-C.
 
@@ -76,62 +75,59 @@ def ps(
 
       shoal ps --status 127.0.0.1:7000 127.0.0.1:7001
     """
-    with clean_errors(debug):
-        from shoal import config as settings
-        from shoal.comm.transport import Secret
-        from shoal.config.build import build_tables
-        from shoal.discovery import TfConfig, open_discovery
-        from shoal.ps.membership import ROLE, IndexLease
-        from shoal.ps.saving import ServerSaver
-        from shoal.ps.server import TableServer, spread_over
-        from shoal.sync.publisher import Publisher, address_of_rank
-        from shoal.table.hosting import HostedTables
+    from shoal import config as settings
+    from shoal.comm.transport import Secret
+    from shoal.config.build import build_tables
+    from shoal.discovery import TfConfig, open_discovery
+    from shoal.ps.membership import ROLE, IndexLease
+    from shoal.ps.saving import ServerSaver
+    from shoal.ps.server import TableServer, spread_over
+    from shoal.sync.publisher import Publisher, address_of_rank
+    from shoal.table.hosting import HostedTables
 
-        if status:
-            _print_status([config, *(overrides or ())], Secret.of_file(token_file))
+    if status:
+        _print_status([config, *(overrides or ())], Secret.of_file(token_file))
+        return
+    run = settings.load(config, overrides or ())
+    servers = run.distributed.servers
+    tables = build_tables(run)
+    secret = Secret.of_file(token_file)
+    done, out = threading.Event(), console()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: done.set())
+    where = servers.discovery
+    registry = where and open_discovery(where, job=run.name, session_s=servers.session_s)
+    listed = registry.query(ROLE) if isinstance(registry, TfConfig) else servers.addresses
+    count = of or servers.count or len(listed) or 1
+    with IndexLease(registry or None, count, done) as lease, ExitStack() as saves:
+        own = lease.take(index, lambda: print_line(out, "all indices are taken: standing by"))
+        if own is None:
             return
-        run = settings.load(config, overrides or ())
-        servers = run.distributed.servers
-        tables = build_tables(run)
-        secret = Secret.of_file(token_file)
-        done, out = threading.Event(), console()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: done.set())
-        where = servers.discovery
-        registry = where and open_discovery(where, job=run.name, session_s=servers.session_s)
-        listed = registry.query(ROLE) if isinstance(registry, TfConfig) else servers.addresses
-        count = of or servers.count or len(listed) or 1
-        with IndexLease(registry or None, count, done) as lease, ExitStack() as saves:
-            own = lease.take(index, lambda: print_line(out, "all indices are taken: standing by"))
-            if own is None:
-                return
-            rows = TableServer(
-                tables, index=own, of=count, seed=run.seed, most_bytes=servers.most_mib << 20
+        rows = TableServer(
+            tables, index=own, of=count, seed=run.seed, most_bytes=servers.most_mib << 20
+        )
+        if store is not None:
+            saves.enter_context(
+                ServerSaver(rows, store, every_s=save_every_s, is_held=lease.is_held)
             )
-            if store is not None:
-                saves.enter_context(
-                    ServerSaver(rows, store, every_s=save_every_s, is_held=lease.is_held)
-                )
-            server = rows.serve(address, threads=threads, secret=secret)
-            lease.announce(own, announce or server.address)
-            print_line(out, f"server {own} of {count} at {server.address}")
-            publisher = None
-            if (publish := run.publish) is not None:
-                hosted = HostedTables(tables, rows.shard, spread_over(tables, count))
-                publisher = saves.enter_context(
-                    Publisher(
-                        hosted, rank=own, every_s=publish.every_s, keep_bytes=publish.keep_bytes
-                    )
-                )
-                at = address_of_rank(publish.address, own)
-                published = publisher.serve(at, secret=Secret.of_file(publish.token_file))
-                saves.callback(published.stop)
-                print_line(out, f"publishing at {published.address}")
-            done.wait()
-            server.stop()
-            if publisher is not None and run.publish is not None:
-                publisher.drain(run.publish.linger_s)
-            lease.check()
+        server = rows.serve(address, threads=threads, secret=secret)
+        lease.announce(own, announce or server.address)
+        print_line(out, f"server {own} of {count} at {server.address}")
+        publisher = None
+        if (publish := run.publish) is not None:
+            hosted = HostedTables(tables, rows.shard, spread_over(tables, count))
+            publisher = saves.enter_context(
+                Publisher(hosted, rank=own, every_s=publish.every_s, keep_bytes=publish.keep_bytes)
+            )
+            at = address_of_rank(publish.address, own)
+            published = publisher.serve(at, secret=Secret.of_file(publish.token_file))
+            saves.callback(published.stop)
+            print_line(out, f"publishing at {published.address}")
+        done.wait()
+        server.stop()
+        if publisher is not None and run.publish is not None:
+            publisher.drain(run.publish.linger_s)
+        lease.check()
 
 
 def _print_status(addresses: list[str], secret: Secret | None) -> None:

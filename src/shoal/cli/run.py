@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.shell import Debug, Overrides, argument, clean_errors, console, one_job, option
+from shoal.cli.shell import Commands, Overrides, argument, console, one_job, option
 
-data = typer.Typer(name="data", help="Make data to train on.", no_args_is_help=True)
+data = Commands(name="data", help="Make data to train on.", no_args_is_help=True)
 Run = Annotated[str, argument("CONFIG|RUN", "Run folder, or a config file: then its latest run.")]
 
 
@@ -25,7 +25,6 @@ def train(
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print all settings as YAML, and train nothing.")
     ] = False,
-    debug: Debug = False,
 ) -> None:
     """Train a model, evaluate it against its baselines, and write a run folder.
 
@@ -53,7 +52,7 @@ def train(
 
       torchrun --nproc-per-node 2 -m shoal.cli train examples/flights.yaml
     """
-    with one_job(debug):
+    with one_job():
         from shoal import config as settings
         from shoal import train as training
         from shoal.comm.launch import early_control
@@ -67,7 +66,7 @@ def train(
         training.run(synced, console=console(), resume=resume)
 
 
-def evaluate(run: Run, overrides: Overrides = None, debug: Debug = False) -> None:
+def evaluate(run: Run, overrides: Overrides = None) -> None:
     """Evaluate a trained model on its evaluation examples again.
 
     Prints the same table as training did; with overrides, the model is evaluated on other data.
@@ -78,7 +77,7 @@ def evaluate(run: Run, overrides: Overrides = None, debug: Debug = False) -> Non
 
       shoal eval examples/flights.yaml eval.max_examples=10000
     """
-    with one_job(debug):
+    with one_job():
         from shoal import train as training
 
         training.evaluate(run, overrides or (), console=console())
@@ -95,7 +94,6 @@ def predict(
         list[str] | None,
         option("COLUMN", "Column of the data that the file has as it is; may be repeated."),
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Write a trained model's predictions for its evaluation examples as Parquet.
 
@@ -108,7 +106,7 @@ def predict(
 
       shoal predict examples/flights.yaml eval.max_examples=10000 --key carrier --key number
     """
-    with one_job(debug):
+    with one_job():
         from shoal import train as training
 
         training.predict(run, overrides or (), out=out, keys=key or (), console=console())
@@ -125,7 +123,6 @@ def synth(
     like: Annotated[str, option("NAME", "criteo, taobao or movielens.", "--like")],
     rows: Annotated[int, option("N", "Examples; 100000 if left out.")] = 100_000,
     seed: Annotated[int, option("N", "Of everything; 0 if left out.")] = 0,
-    debug: Debug = False,
 ) -> None:
     """Write made-up examples with the columns of a public data set, as two Parquet files.
 
@@ -137,8 +134,7 @@ def synth(
 
       shoal train examples/deepfm_criteo.yaml
     """
-    with clean_errors(debug):
-        from shoal.data.synthetic import write_like
+    from shoal.data.synthetic import write_like
 
-        for file in write_like(like, rows, folder, seed=seed):  # type: ignore[arg-type]
-            console().out(str(file), highlight=False)
+    for file in write_like(like, rows, folder, seed=seed):  # type: ignore[arg-type]
+        console().out(str(file), highlight=False)

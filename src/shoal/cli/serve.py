@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from shoal.cli.shell import Debug, argument, clean_errors, console, option, print_line
+from shoal.cli.shell import argument, console, option, print_line
 from shoal.cli.usage import Exit
 
 if TYPE_CHECKING:
@@ -104,7 +104,6 @@ def serve(
     announce: Annotated[
         str | None, option("HOST:PORT", "Where clients reach gRPC, if not where it listens.")
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Serve predictions of a model over gRPC and HTTP, until SIGTERM or Ctrl-C.
 
@@ -124,124 +123,123 @@ def serve(
 
       shoal serve exported --discovery zookeeper://127.0.0.1:2181/demo
     """
-    with clean_errors(debug):
-        from importlib.metadata import version as version_of
+    from importlib.metadata import version as version_of
 
-        from shoal.comm.transport import Secret
-        from shoal.errors import ConfigError
-        from shoal.serve.loading import FolderSource, FollowedSource, ServedShare
-        from shoal.serve.registration import BackgroundRegistration, ServedPart, register_server
-        from shoal.serve.repository import Repository
-        from shoal.serve.server import ModelServer, Tls
-        from shoal.serve.service import Limits, Service
+    from shoal.comm.transport import Secret
+    from shoal.errors import ConfigError
+    from shoal.serve.loading import FolderSource, FollowedSource, ServedShare
+    from shoal.serve.registration import BackgroundRegistration, ServedPart, register_server
+    from shoal.serve.repository import Repository
+    from shoal.serve.server import ModelServer, Tls
+    from shoal.serve.service import Limits, Service
 
-        shares = [one.split(",") for one in ps or ()]
-        wrong = {
-            "tls_key": (tls_key is None) != (tls_certificate is None),
-            "ps": (role == "entry") != bool(shares),
-            "index": not 0 <= index < of,
-            "of": of != 1 and role != "ps",
-            "follow": bool(follow) and version is not None,
-            "compile": compile and role == "ps",
-        }
-        for option_name, is_wrong in wrong.items():
-            if is_wrong:
-                raise ConfigError(
-                    f"option --{option_name.replace('_', '-')} of shoal serve",
-                    got="options that do not go together",
-                    allowed="--tls-key with --tls-certificate, --ps with --role entry, "
-                    "--index below --of, --of with --role ps, --follow without --version, "
-                    "--compile with a dense module",
-                    remedy="See shoal serve --help.",
-                )
-        ps_token = Secret.of_file(ps_token_file)
-        share = ServedShare(
-            role=role,
-            index=index,
-            of=len(shares) or of,
-            dtype=dtype,
-            compile=compile,
-            addresses=tuple(map(tuple, shares)),
-            timeout_s=ps_timeout_s,
-            token=None if ps_token is None else ps_token.token,
-            root_certificate=ps_root_certificate,
+    shares = [one.split(",") for one in ps or ()]
+    wrong = {
+        "tls_key": (tls_key is None) != (tls_certificate is None),
+        "ps": (role == "entry") != bool(shares),
+        "index": not 0 <= index < of,
+        "of": of != 1 and role != "ps",
+        "follow": bool(follow) and version is not None,
+        "compile": compile and role == "ps",
+    }
+    for option_name, is_wrong in wrong.items():
+        if is_wrong:
+            raise ConfigError(
+                f"option --{option_name.replace('_', '-')} of shoal serve",
+                got="options that do not go together",
+                allowed="--tls-key with --tls-certificate, --ps with --role entry, "
+                "--index below --of, --of with --role ps, --follow without --version, "
+                "--compile with a dense module",
+                remedy="See shoal serve --help.",
+            )
+    ps_token = Secret.of_file(ps_token_file)
+    share = ServedShare(
+        role=role,
+        index=index,
+        of=len(shares) or of,
+        dtype=dtype,
+        compile=compile,
+        addresses=tuple(map(tuple, shares)),
+        timeout_s=ps_timeout_s,
+        token=None if ps_token is None else ps_token.token,
+        root_certificate=ps_root_certificate,
+    )
+    token = Secret.of_file(token_file)
+    source: VersionSource
+    if follow:
+        secret = Secret.of_file(follow_token_file)
+        followed = _config(run)
+        by_servers = followed.distributed.path == "ps"
+        if by_servers and role != "ps":
+            raise ConfigError(
+                "option --follow of shoal serve",
+                got="a run on parameter servers",
+                allowed="a run whose own ranks publish, or --role ps",
+                remedy="Its servers publish rows only: follow them with --role ps, and serve "
+                "its run folder with --role entry.",
+            )
+        source = FollowedSource(
+            followed,
+            follow,
+            share,
+            name=name,
+            secret=secret,
+            checkpoint=None if by_servers else _checkpoint(run),
         )
-        token = Secret.of_file(token_file)
-        source: VersionSource
-        if follow:
-            secret = Secret.of_file(follow_token_file)
-            followed = _config(run)
-            by_servers = followed.distributed.path == "ps"
-            if by_servers and role != "ps":
-                raise ConfigError(
-                    "option --follow of shoal serve",
-                    got="a run on parameter servers",
-                    allowed="a run whose own ranks publish, or --role ps",
-                    remedy="Its servers publish rows only: follow them with --role ps, and serve "
-                    "its run folder with --role entry.",
-                )
-            source = FollowedSource(
-                followed,
-                follow,
-                share,
-                name=name,
-                secret=secret,
-                checkpoint=None if by_servers else _checkpoint(run),
-            )
-        else:
-            source = FolderSource(_folder(run), share, name=name, version=version)
-        done, loading, out = threading.Event(), False, console()
+    else:
+        source = FolderSource(_folder(run), share, name=name, version=version)
+    done, loading, out = threading.Event(), False, console()
 
-        def stop(number: int, _: object) -> None:
-            nonlocal loading
-            done.set()
-            if loading:  # its rows may take minutes
-                loading = False
-                raise SystemExit(Exit.INTERRUPTED if number == signal.SIGINT else Exit.DONE)
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, stop)
-        tls = Tls(tls_certificate, tls_key) if tls_certificate and tls_key else None
-        service_limits = Limits(workers=workers, requests_per_s=requests_per_s)
-        with ExitStack() as stack:
-            models = Repository([source], every_s=poll_s)
-            stack.push(models)  # closed last; entered once the server shows that it loads
-            service = Service(
-                models, limits=service_limits, token=None if token is None else token.token
-            )
-            server = stack.enter_context(
-                ModelServer(
-                    service,
-                    grpc_address=grpc,
-                    http_address=http,
-                    tls=tls,
-                    version=version_of("shoal"),
-                )
-            )
-            if discovery is not None:
-                where, _, bzid = discovery.rpartition("/")
-                part = ServedPart(
-                    bzid=bzid,
-                    model=source.name.partition(":")[0],
-                    sub_graph={"ps": f"ps_{index}", "dense": "dense"}.get(role, "entry"),
-                    replica=replica,
-                )
-                register = partial(
-                    register_server,
-                    where,
-                    part,
-                    announce or server.grpc_address,
-                    http=server.http_address,
-                    layout=layout,
-                )
-                registered = BackgroundRegistration(register, lambda: models.ready, done)
-                stack.enter_context(registered)
-            loading = True
-            models.__enter__()
+    def stop(number: int, _: object) -> None:
+        nonlocal loading
+        done.set()
+        if loading:  # its rows may take minutes
             loading = False
-            what = ", ".join(models.names)
-            print_line(out, f"{what}: gRPC {server.grpc_address}, HTTP {server.http_address}")
-            done.wait()
+            raise SystemExit(Exit.INTERRUPTED if number == signal.SIGINT else Exit.DONE)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    tls = Tls(tls_certificate, tls_key) if tls_certificate and tls_key else None
+    service_limits = Limits(workers=workers, requests_per_s=requests_per_s)
+    with ExitStack() as stack:
+        models = Repository([source], every_s=poll_s)
+        stack.push(models)  # closed last; entered once the server shows that it loads
+        service = Service(
+            models, limits=service_limits, token=None if token is None else token.token
+        )
+        server = stack.enter_context(
+            ModelServer(
+                service,
+                grpc_address=grpc,
+                http_address=http,
+                tls=tls,
+                version=version_of("shoal"),
+            )
+        )
+        if discovery is not None:
+            where, _, bzid = discovery.rpartition("/")
+            part = ServedPart(
+                bzid=bzid,
+                model=source.name.partition(":")[0],
+                sub_graph={"ps": f"ps_{index}", "dense": "dense"}.get(role, "entry"),
+                replica=replica,
+            )
+            register = partial(
+                register_server,
+                where,
+                part,
+                announce or server.grpc_address,
+                http=server.http_address,
+                layout=layout,
+            )
+            registered = BackgroundRegistration(register, lambda: models.ready, done)
+            stack.enter_context(registered)
+        loading = True
+        models.__enter__()
+        loading = False
+        what = ", ".join(models.names)
+        print_line(out, f"{what}: gRPC {server.grpc_address}, HTTP {server.http_address}")
+        done.wait()
 
 
 def _folder(run: str) -> Path:

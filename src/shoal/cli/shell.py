@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -34,7 +36,7 @@ Overrides = Annotated[
         "Settings to change: model.dropout=0.1, data.batch_size=1024, ~features.history.",
     ),
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+_DEBUG = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -76,14 +78,38 @@ class GivesWay:
             return None
 
 
+class Commands(typer.Typer):
+    """Commands that have --debug as their last option, and whose errors are `clean_errors`."""
+
+    def command(self, name: str | None = None, **settings: Any) -> Callable[..., Any]:
+        """As typer's."""
+        register = super().command(name, **settings)
+        return lambda function: register(_with_debug(function))
+
+
+def _with_debug(function: Callable[..., None]) -> Callable[..., None]:
+    shape = inspect.signature(function, eval_str=True)
+    last = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False)
+    parameters = [*shape.parameters.values(), last.replace(annotation=_DEBUG)]
+
+    @functools.wraps(function)
+    def command(*, debug: bool, **given: Any) -> None:
+        with clean_errors(debug):
+            function(**given)
+
+    # Typer reads both.
+    vars(command)["__signature__"] = shape.replace(parameters=parameters)
+    command.__annotations__ = {one.name: one.annotation for one in parameters}
+    return command
+
+
 @contextmanager
-def one_job(debug: bool) -> Iterator[None]:
-    """`clean_errors` of a command that several ranks run together; ends their process groups."""
+def one_job() -> Iterator[None]:
+    """Of a command that several ranks run together: ends their process groups."""
     from shoal.comm.launch import shutdown
 
-    with clean_errors(debug):
-        yield
-        shutdown()
+    yield
+    shutdown()
 
 
 @contextmanager

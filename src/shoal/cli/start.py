@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shoal.cli.shell import Debug, argument, clean_errors, console, option, print_line
+from shoal.cli.shell import argument, console, option, print_line
 from shoal.errors import ConfigError, DataError, unknown_name
 
 _LABELS = ("label", "target", "y", "click", "clicked", "is_click", "converted", "conversion")
@@ -41,7 +41,6 @@ def examples(
     folder: Annotated[
         Path, argument("[DIR]", "Where to copy it; the folder examples if left out.")
     ] = Path("examples"),
-    debug: Debug = False,
 ) -> None:
     """List the example configs that come with the package, or copy one.
 
@@ -51,31 +50,30 @@ def examples(
 
       shoal examples flights && shoal train examples/flights.yaml
     """
-    with clean_errors(debug):
-        shipped = {path.stem: path for path in sorted(_examples_folder().glob("*.yaml"))}
-        out = console()
-        if name is None:
-            for stem, path in shipped.items():
-                first = path.read_text(encoding="utf-8").partition("\n")[0]
-                print_line(out, f"{stem:22} {first.removeprefix('# ')}")
-            print_line(out, "Copy one with: shoal examples NAME")
-            return
-        wanted = [one for one in shipped if name in (one, "all")]
-        if not wanted:
-            raise unknown_name("example", name, [*shipped, "all"])
-        # Files that an example names have its name first.
-        prefix = "" if name == "all" else f"{name}_"
-        for stem in [one for one in shipped if one == name or one.startswith(prefix)]:
-            path = folder / f"{stem}.yaml"
-            text = shipped[stem].read_text(encoding="utf-8")
-            if not (path.is_file() and path.read_text(encoding="utf-8") == text):
-                _write_new(path, text)
-            print_line(out, f"wrote {path}")
-        first = shipped[wanted[0]].read_text(encoding="utf-8")
-        made = re.search(r"^#   (shoal data synth .*?) +#", first, flags=re.MULTILINE)
-        if made:
-            print_line(out, f"Make its data with: {made[1]}")
-        print_line(out, f"Train it with: shoal train {folder / wanted[0]}.yaml")
+    shipped = {path.stem: path for path in sorted(_examples_folder().glob("*.yaml"))}
+    out = console()
+    if name is None:
+        for stem, path in shipped.items():
+            first = path.read_text(encoding="utf-8").partition("\n")[0]
+            print_line(out, f"{stem:22} {first.removeprefix('# ')}")
+        print_line(out, "Copy one with: shoal examples NAME")
+        return
+    wanted = [one for one in shipped if name in (one, "all")]
+    if not wanted:
+        raise unknown_name("example", name, [*shipped, "all"])
+    # Files that an example names have its name first.
+    prefix = "" if name == "all" else f"{name}_"
+    for stem in [one for one in shipped if one == name or one.startswith(prefix)]:
+        path = folder / f"{stem}.yaml"
+        text = shipped[stem].read_text(encoding="utf-8")
+        if not (path.is_file() and path.read_text(encoding="utf-8") == text):
+            _write_new(path, text)
+        print_line(out, f"wrote {path}")
+    first = shipped[wanted[0]].read_text(encoding="utf-8")
+    made = re.search(r"^#   (shoal data synth .*?) +#", first, flags=re.MULTILINE)
+    if made:
+        print_line(out, f"Make its data with: {made[1]}")
+    print_line(out, f"Train it with: shoal train {folder / wanted[0]}.yaml")
 
 
 def init(
@@ -93,7 +91,6 @@ def init(
     time: Annotated[
         str | None, option("NAME", "Column of the event time, or none; found by its name and type.")
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Write a config to start from, which trains as it is: of the flights, or of Parquet files.
 
@@ -106,24 +103,23 @@ def init(
 
       shoal init clicks.yaml --data clicks.parquet --label clicked --time at
     """
-    with clean_errors(debug):
-        if file.suffix != ".yaml":
-            raise ConfigError("file to write", file, "a name that ends in .yaml", "Add .yaml.")
-        note = ""
-        if data:
-            text, note = _starter(file, data, list(eval_data or ()), label, time)
-        elif label or time or eval_data:
-            allowed = "these three with --data"
-            raise ConfigError("--label, --time and --eval", "no --data", allowed, "Add --data.")
-        else:
-            text = (_examples_folder() / "flights.yaml").read_text(encoding="utf-8")
-            text = text.replace("examples/flights.yaml", str(file))
-            text = text.replace("\nname: flights\n", f"\nname: {_quoted(_name_of(file))}\n")
-        _write_new(file, text)
-        print_line(console(), f"wrote {file}")
-        if note:
-            print_line(console(), note)
-        print_line(console(), f"Train it with: shoal train {file}")
+    if file.suffix != ".yaml":
+        raise ConfigError("file to write", file, "a name that ends in .yaml", "Add .yaml.")
+    note = ""
+    if data:
+        text, note = _starter(file, data, list(eval_data or ()), label, time)
+    elif label or time or eval_data:
+        allowed = "these three with --data"
+        raise ConfigError("--label, --time and --eval", "no --data", allowed, "Add --data.")
+    else:
+        text = (_examples_folder() / "flights.yaml").read_text(encoding="utf-8")
+        text = text.replace("examples/flights.yaml", str(file))
+        text = text.replace("\nname: flights\n", f"\nname: {_quoted(_name_of(file))}\n")
+    _write_new(file, text)
+    print_line(console(), f"wrote {file}")
+    if note:
+        print_line(console(), note)
+    print_line(console(), f"Train it with: shoal train {file}")
 
 
 def _examples_folder() -> Path:

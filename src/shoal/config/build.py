@@ -51,6 +51,7 @@ class ModelParts:
         spec: of `module`.
         tasks: what it predicts, in the order of its outputs.
         inputs: widths and names of its inputs.
+        lists: features whose examples may have any number of ids.
     """
 
     name: str
@@ -61,42 +62,43 @@ class ModelParts:
     spec: ModelSpec
     tasks: tuple[Task, ...]
     inputs: Inputs
+    lists: frozenset[str]
 
 
 def build_parts(
     config: RunConfig,
-    model: ModelSpec,
+    model: ModelSpec | None = None,
     *,
-    offered: Sequence[str],
-    num_dense: int,
+    source: SourceInputs | None = None,
     examples: int | None = None,
 ) -> ModelParts:
-    """Assemble a model's parts.
+    """Assemble a model's parts, without a look at the data.
 
     Args:
         config: settings of tables and features.
-        model: the model's own settings; `config.model`, or a baseline's.
-        offered: names of the id features that the data has.
-        num_dense: dense columns of the data.
+        model: a baseline's settings; None: `config.model`.
+        source: what the data gives; None: what its settings say.
         examples: of the data, to check that a training step fits this machine's memory.
 
     Raises:
         UnknownName: a feature that the data does not have, or a table that no feature uses.
         ConfigError: widths that do not fit together, or not into memory.
     """
-    settings = feature_settings(config, offered)
+    model = model or config.model
+    source = source or source_inputs(config.data.source)
+    settings = feature_settings(config, source.features)
     features = tuple(
         Feature(name, own.table or name, _combiner(name, own, model), own.max_length)
         for name, own in settings.items()
     )
     tables = _tables(config, settings, model.segments)
-    tasks = tasks_of(source_inputs(config.data.source).labels, config.tasks, many=model.multi_task)
+    tasks = tasks_of(source.labels, config.tasks, many=model.multi_task)
     if model is config.model:
         _check_model(config, tasks)
     sampler = config.data.sampler
     model.check_negatives(None if sampler is None else (sampler.id, *sampler.attributes))
     lengths = {one.name: one.combiner.max_seq_length for one in features}
-    inputs = Inputs.of(num_dense, tables[0].segments[-1].dim, lengths, tasks)
+    inputs = Inputs.of(source.num_dense, tables[0].segments[-1].dim, lengths, tasks)
     if examples is not None:
         _check_memory(config, model, tables, inputs, examples)
     return ModelParts(
@@ -108,6 +110,7 @@ def build_parts(
         spec=model,
         tasks=tasks,
         inputs=inputs,
+        lists=source.lists,
     )
 
 
@@ -288,15 +291,11 @@ class RunData:
     """The data of a run.
 
     Args:
-        features: names of the id features, in batch order.
-        num_dense: dense columns.
         train, evaluation: batches; may be iterated more than once.
         quarantine: where rows and files go that cannot be used; None: they are errors.
         catalog: items that those of evaluation examples are ranked among; None: they are not.
     """
 
-    features: tuple[str, ...]
-    num_dense: int
     train: Loader | StreamLoader
     evaluation: Loader
     quarantine: Quarantine | None = None
@@ -407,8 +406,6 @@ def open_data(
             what="training examples",
         )
     return RunData(
-        features=training.features,
-        num_dense=training.num_dense,
         train=train,
         evaluation=Loader(
             data.first_of(evaluation, config.eval.max_examples),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -15,16 +15,32 @@ from pydantic_core import core_schema
 
 @dataclass(frozen=True, slots=True)
 class ShortFor:
-    """Lets a text stand for settings with nothing but that key; `each`: those of each name."""
+    """Lets a text stand for settings with nothing but that key; `each`: those of each name.
+
+    inside: settings within, and the texts that are short there.
+    """
 
     key: str
     each: bool = False
+    inside: Mapping[str, Collection[str]] = field(default_factory=dict, hash=False)
 
     def written_out(self, value: Any) -> Any:
         """The settings that a text is short for; other values pass."""
-        if self.each and isinstance(value, Mapping):
-            return {name: ShortFor(self.key).written_out(own) for name, own in value.items()}
-        return {self.key: value} if isinstance(value, str) else value
+        if isinstance(value, str):
+            return {self.key: value}
+        if not isinstance(value, Mapping):
+            return value
+        return {name: self._written_out_inside(name, own) for name, own in value.items()}
+
+    def _written_out_inside(self, name: str, own: Any) -> Any:
+        short = self.inside.get(name, ())
+        if (
+            self.each
+            or (isinstance(own, str) and own in short)
+            or (short and not isinstance(own, str))
+        ):
+            return replace(self, each=False).written_out(own)
+        return own
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler

@@ -25,8 +25,9 @@ from pydantic_core import InitErrorDetails, core_schema
 from shoal.compiling import Compile
 from shoal.config.short_forms import ShortFor
 from shoal.config.type_words import DEVICE, NAME, is_bool_for_number, of_type, with_patterns
+from shoal.data import feature_set
 from shoal.data.catalog import RetrievalSettings
-from shoal.data.feature_set import ID_RULES, ElementWise, FeatureSet, FeatureSpec, sequence_group
+from shoal.data.feature_set import ID_RULES, ElementWise, FeatureSet, FeatureSpec
 from shoal.data.item_tree import TreeSettings
 from shoal.data.kafka import Kafka
 from shoal.data.kinds import KINDS
@@ -149,13 +150,25 @@ def dump(value: Any) -> Any:
     return {"kind": value.kind, **plain} if hasattr(value, "kind") else plain
 
 
+# Types of settings that are of a family, wherever they stand.
+_INSIDE: dict[Any, Registry] = {
+    schedules.Schedule: SCHEDULES,
+    optimizers.Optimizer: OPTIMIZERS,
+    feature_set.IdRule: ID_RULES,
+}
+
+
 def _convert(value: Any, hint: Any, what: str) -> Any:
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    options = set(typing.get_args(hint) if union else (hint,)) - {types.NoneType}
+    alone = len(options) == 1 and value is not None
+    for option in options:
+        registry, mapped = _INSIDE.get(option, {}), isinstance(value, Mapping)
+        if registry and (mapped or (alone and isinstance(value, str))):
+            return build(value, registry)
+        if isinstance(option, type) and is_dataclass(option) and (mapped or alone):
+            return build_record(value, option, what)
     if isinstance(value, Mapping):
-        union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-        options = typing.get_args(hint) if union else (hint,)
-        for base, registry in ((schedules.Schedule, SCHEDULES), (optimizers.Optimizer, OPTIMIZERS)):
-            if any(isinstance(option, type) and issubclass(option, base) for option in options):
-                return build(value, registry)
         value = tuple(sorted(value.items()))
     return of_type(value, hint, what)
 
@@ -243,7 +256,7 @@ def _features(value: Any) -> FeatureSet:
                     raise unknown_name(f"setting of group {name!r}", str(key), _GROUP)
             inner = [_feature(str(key), own) for key, own in rest.pop("features", {}).items()]
             shared = build_record(rest, ElementWise, f"group {name!r}")
-            made += sequence_group(
+            made += feature_set.sequence_group(
                 str(name), inner, delimiter=shared.delimiter, length=shared.length
             )
         else:
@@ -267,17 +280,11 @@ def _feature(name: str, value: Any) -> FeatureSpec:
                 raise unknown_name(f"setting of feature {name!r} ({kind})", str(key), known)
     elif isinstance(kind, str):
         raise unknown_name(f"kind of feature {name!r}", kind, [*KINDS, "group"])
-    made: dict[str, Any] = {"name": name, "kind": build(own, KINDS)}
-    hints = typing.get_type_hints(FeatureSpec)
-    for key, setting in shared.items():
-        if key == "ids" and setting is not None:
-            made[key] = build(setting, ID_RULES)
-        elif key == "sequence" and setting is not None:
-            told = {} if setting is True else setting
-            made[key] = build_record(told, ElementWise, f"sequence of feature {name!r}")
-        else:
-            made[key] = _convert(setting, hints[key], f"{key} of feature {name!r}")
-    return FeatureSpec(**made)
+    if shared.get("sequence") is True:
+        shared["sequence"] = {}
+    made = {"name": name, "kind": build(own, KINDS), **shared}
+    spec: FeatureSpec = build_record(made, FeatureSpec, f"feature {name!r}")
+    return spec
 
 
 def _dump_features(value: FeatureSet) -> dict[str, Any]:
@@ -292,11 +299,14 @@ def _of(registry: Registry) -> _Built:
     return _Built(lambda value: build(value, registry))
 
 
-OptimizerRule = Annotated[optimizers.Optimizer, _of(OPTIMIZERS), ShortFor("kind")]
+_RULES = ShortFor(
+    "kind", inside={"lr": SCHEDULES, "target": SCHEDULES, "rate": SCHEDULES, "inner": OPTIMIZERS}
+)
+OptimizerRule = Annotated[optimizers.Optimizer, _of(OPTIMIZERS), _RULES]
 InitializerRule = Annotated[initializers.Initializer, _of(INITIALIZERS), ShortFor("kind")]
 CompressorRule = Annotated[compressors.Compressor, _of(COMPRESSORS), ShortFor("kind")]
 ModelRule = Annotated[ModelSpec, _of(MODELS), ShortFor("kind")]
-LearningRate = Annotated[float | schedules.Schedule, _Built(_rate), ShortFor("kind")]
+LearningRate = Annotated[float | schedules.Schedule, _Built(_rate), _RULES]
 AdmissionRule = Annotated[Admission | None, _record(Admission, "admission")]
 ExpiryRule = Annotated[Expiry | None, _record(Expiry, "expiry")]
 SamplerRule = Annotated[SamplerSettings | None, _record(SamplerSettings, "data.sampler")]

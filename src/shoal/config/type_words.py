@@ -27,6 +27,7 @@ _KINDS = {
     "datetime": "a time such as 2013-11-01T00:00:00Z",
     "missing": "a value",
 }
+_NAMED = "a name, or settings with kind: NAME among them"
 _BOUNDS = {
     "greater_than": "a number greater than {gt}",
     "greater_than_equal": "a number of {ge} or more",
@@ -34,7 +35,8 @@ _BOUNDS = {
     "less_than_equal": "a number of {le} or less",
     "too_long": "{max_length} values or fewer",
     "too_short": "{min_length} values or more",
-    "union_tag_not_found": "a name, or settings with kind: NAME among them",
+    "union_tag_not_found": _NAMED,
+    "is_instance_of": _NAMED,
 }
 _PATTERNS = {
     NAME: "letters, digits, '.', '_' and '-', a letter or a digit first",

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -89,24 +89,22 @@ class Signature(_Frozen):
     hashes: tuple[int, int] = (0, 1 << 64)
 
 
-def signature_of(
-    parts: ModelParts, *, part: Part, step: int, lists: Collection[str], num_dense: int, amp: str
-) -> Signature:
-    """The signature of a model, without tables; `lists` are the features with several ids."""
+def signature_of(parts: ModelParts, *, part: Part, step: int, amp: str) -> Signature:
+    """The signature of a model, without tables."""
 
     def as_served(tensors: Sequence[ServedTensor]) -> tuple[TensorSignature, ...]:
         return tuple(TensorSignature.model_validate(asdict(one)) for one in tensors)
 
-    served = ExampleReader(parts, lists, num_dense).signature
+    served = ExampleReader(parts).signature
     return Signature(
         model=parts.name,
         part=part,
         step=step,
         features=tuple(one.name for one in parts.features),
-        num_dense=num_dense,
+        num_dense=parts.inputs.num_dense,
         inputs=as_served(served.inputs),
         outputs=as_served(served.outputs),
-        dense_inputs=as_served(dense_inputs(parts, num_dense)),
+        dense_inputs=as_served(dense_inputs(parts)),
         dense_outputs=as_served([ServedTensor(LOGITS, "float32", served.outputs[0].shape)]),
         amp=amp,
     )
@@ -122,8 +120,7 @@ class Bundle:
 
     def parts(self) -> ModelParts:
         """The specs of its tables and its dense module, built without the data of the run."""
-        offered, dense = self.signature.features, self.signature.num_dense
-        return build_parts(self.config, self.config.model, offered=offered, num_dense=dense)
+        return build_parts(self.config)
 
     @property
     def checkpoint(self) -> str:

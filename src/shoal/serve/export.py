@@ -21,7 +21,7 @@ from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import claim
 from shoal.config import RunConfig
-from shoal.config.build import ModelParts, source_inputs
+from shoal.config.build import ModelParts
 from shoal.errors import CheckpointError, ConfigError
 from shoal.placement import BUCKETS, rank_buckets
 from shoal.serve.bundle import (
@@ -79,7 +79,6 @@ def export(
     checkpoint: str,
     folder: str | Path,
     *,
-    num_dense: int,
     mode: Mode = "standalone",
     shards: int = 1,
     dtype: RowDType = "float32",
@@ -96,7 +95,6 @@ def export(
         parts: of the run's model.
         checkpoint: folder or URL of one checkpoint of the run.
         folder: of all versions.
-        num_dense: dense columns of the data.
         mode: "standalone": one bundle; "distributed": `entry` and `ps_0`, `ps_1`, ..., each with a
             range of hashes; "dense": the dense module only.
         shards: of rows, for "distributed".
@@ -139,7 +137,7 @@ def export(
         path = base / str(wanted.version)
         if not path.exists():
             partial = base / f"{_PARTIAL}{wanted.version}"
-            writer = _Writer(config, parts, checkpoint, manifest, num_dense, dtype)
+            writer = _Writer(config, parts, checkpoint, manifest, dtype)
             writer.write(partial, mode, shards)
             (partial / EXPORT).write_text(json.dumps(asdict(wanted), indent=2) + "\n")
             _sync(partial)
@@ -235,11 +233,9 @@ class _Writer:
         parts: ModelParts,
         checkpoint: str,
         manifest: Manifest,
-        num_dense: int,
         dtype: RowDType,
     ) -> None:
         self._config, self._parts, self._url, self._manifest = config, parts, checkpoint, manifest
-        self._num_dense = num_dense
         self._specs = tuple(serving_spec(spec, dtype) for spec in parts.tables)
 
     def write(self, folder: Path, mode: Mode, shards: int) -> None:
@@ -258,14 +254,8 @@ class _Writer:
         folder.mkdir(exist_ok=True)
         config, name = self._config, self._parts.name
         (folder / CONFIG).write_text(settings.to_yaml(config), encoding="utf-8")
-        signature = signature_of(
-            self._parts,
-            part=part,
-            step=self._manifest.step,
-            lists=source_inputs(config.data.source).lists,
-            num_dense=self._num_dense,
-            amp=config.amp,
-        )
+        step = self._manifest.step
+        signature = signature_of(self._parts, part=part, step=step, amp=config.amp)
         module = self._parts.module
         more: dict[str, Any] = {}
         if part != "ps":

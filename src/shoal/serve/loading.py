@@ -16,7 +16,7 @@ from shoal.checkpoint import CheckpointStore
 from shoal.checkpoint.loading import load_share
 from shoal.comm.transport import Secret
 from shoal.config import RunConfig
-from shoal.config.build import ModelParts, build_parts, source_inputs
+from shoal.config.build import ModelParts, build_parts
 from shoal.errors import CheckpointError, ConfigError
 from shoal.exchange.local import Exchange
 from shoal.models.tasks import AMP_DTYPES
@@ -103,7 +103,6 @@ class _RunModel:
 
     def __init__(self, config: RunConfig, share: ServedShare) -> None:
         self.config, self.share = config, share
-        self.inputs = source_inputs(config.data.source)
         self._compiler = Compiler(cache_folder()) if share.compile else None
         if share.compile and config.amp != "none":
             raise ConfigError(
@@ -114,12 +113,7 @@ class _RunModel:
             )
 
     def parts(self) -> ModelParts:
-        return build_parts(
-            self.config,
-            self.config.model,
-            offered=self.inputs.features,
-            num_dense=self.inputs.num_dense,
-        )
+        return build_parts(self.config)
 
     def model(
         self,
@@ -130,14 +124,13 @@ class _RunModel:
         exchange: Exchange | None,
     ) -> Model:
         """With rows of an exchange; None: the dense module alone."""
-        num_dense, amp = self.inputs.num_dense, AMP_DTYPES[self.config.amp]
-        inputs = dense_inputs(parts, num_dense)
+        amp, inputs = AMP_DTYPES[self.config.amp], dense_inputs(parts)
         program: Callable[..., Tensor] = parts.module.eval()
         if self._compiler is not None:
             program = self._compiler.compiled(parts.module, inputs)
         if exchange is None:
             return DenseModel(name, version, inputs, len(parts.tasks), program, amp)
-        reader = ExampleReader(parts, self.inputs.lists, num_dense)
+        reader = ExampleReader(parts)
         return PredictModel(name, version, reader, PooledRows(parts, specs, exchange), program, amp)
 
 

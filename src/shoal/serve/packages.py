@@ -10,5 +10,7 @@ try:
     import prometheus_client  # noqa: F401
     import starlette  # noqa: F401
     import uvicorn as uvicorn
+    from google.protobuf.json_format import MessageToJson as MessageToJson
+    from google.protobuf.message import DecodeError as DecodeError
 except ImportError as error:
     raise no_package("servers and clients of models", str(error.name), "serve") from error

@@ -10,7 +10,7 @@ returns probabilities [B, T]. The dense module alone takes pooled rows in place 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,10 +58,10 @@ class Examples:
     dense: Array | None
 
 
-def dense_inputs(parts: ModelParts, num_dense: int) -> tuple[ServedTensor, ...]:
+def dense_inputs(parts: ModelParts) -> tuple[ServedTensor, ...]:
     """What a model's dense module takes, in its order: dense columns, pooled rows, sequences."""
     own, many = parts.inputs, len(parts.inputs.sequences)
-    shapes: dict[str, tuple[int, ...]] = {DENSE: (num_dense,)} if num_dense else {}
+    shapes: dict[str, tuple[int, ...]] = {DENSE: (own.num_dense,)} if own.num_dense else {}
     shapes[tasks.EMBEDDINGS] = own.num_features, own.dim
     if any(layout.name == tasks.FIRST_ORDER for layout in parts.layouts):
         shapes[tasks.FIRST_ORDER] = (own.num_features,)
@@ -95,8 +95,6 @@ class ExampleReader:
 
     Args:
         parts: of the model.
-        lists: names of the features whose examples are lists.
-        num_dense: dense columns.
 
     Attributes:
         signature: what it reads, and what the model returns.
@@ -105,19 +103,19 @@ class ExampleReader:
         ConfigError: a feature has the name of another input.
     """
 
-    def __init__(self, parts: ModelParts, lists: Collection[str], num_dense: int) -> None:
+    def __init__(self, parts: ModelParts) -> None:
         self._features = parts.features
         self._keys = tuple(feature.name for feature in parts.features)
-        self._lists = frozenset(lists)
-        self._num_dense = num_dense
+        self._lists = parts.lists
+        self._num_dense = parts.inputs.num_dense
         inputs: list[ServedTensor] = []
         for name in self._keys:
             shape = (-1, -1) if name in self._lists else (-1,)
             inputs.append(ServedTensor(name, "int64", shape))
             if name in self._lists:
                 inputs.append(ServedTensor(f"{name}{LENGTHS}", "int64", (-1,), optional=True))
-        if num_dense:
-            inputs.append(ServedTensor(DENSE, "float32", (-1, num_dense)))
+        if self._num_dense:
+            inputs.append(ServedTensor(DENSE, "float32", (-1, self._num_dense)))
         names = [one.name for one in inputs]
         if len(set(names)) < len(names):
             raise ConfigError(

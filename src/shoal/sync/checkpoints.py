@@ -12,7 +12,6 @@ from shoal.checkpoint import Contents, LoadOptions, Manifest, load, load_share, 
 from shoal.checkpoint.dense import read_module
 from shoal.checkpoint.job_state import average_in
 from shoal.checkpoint.job_state import read as read_job
-from shoal.checkpoint.manifest import MANIFEST
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import locate
 from shoal.errors import CheckpointError
@@ -49,10 +48,7 @@ def newest_checkpoint(url: str) -> str:
     Raises:
         CheckpointError: there is none.
     """
-    storage = Storage(url)
-    if not storage.exists(MANIFEST) and "checkpoints" in storage.folders():
-        storage = storage.child("checkpoints")
-    store, name = locate(storage.url)
+    store, name = locate(url)
     return store.folder(name).url
 
 

@@ -1,4 +1,4 @@
-"""The course of a run: evaluations between its steps, the best model so far, and an early stop."""
+"""The course of a run: its pauses, the best model so far, and an early stop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shoal.config import RunConfig, as_first_rank
-from shoal.train.folder import RunFolder, replace_text
+from shoal.telemetry import replace_text
+from shoal.train.folder import RunFolder
 from shoal.train.run_state import RunState
 from shoal.train.saving import Saver
 
@@ -16,14 +17,14 @@ _MORE_IS_BETTER = ("auc", "gauc")
 
 
 class Course:
-    """Pauses of a run that is evaluated on its way: for evaluations, and for those of its saver.
+    """Pauses of a run: those of its saver, and for evaluations if it is evaluated on its way.
 
     What it knows is in the run's state, so a run that resumes continues with it.
 
     Args:
         config: when, and what follows from it.
         run_state: of the run.
-        saver: saves the best model, and what else is due.
+        saver: saves the best model, and what else is due; also an attribute.
         evaluate: the figures of the model as it is now; a collective call.
         folder: where the best checkpoint is named.
 
@@ -40,15 +41,17 @@ class Course:
         folder: RunFolder,
     ) -> None:
         self._eval, self._keeps = config.eval, config.checkpoint.keep_best
-        self._run_state, self._saver, self._folder = run_state, saver, folder
+        self._run_state, self.saver, self._folder = run_state, saver, folder
         self._evaluate = evaluate
         self._asked, self._evaluated = False, -1
-        self._continue()
+        self.stops = False
+        if self._eval.every_steps is not None:
+            self._continue()
 
     def _continue(self) -> None:
         """Take up what a run that resumes has found so far, by the metrics of now."""
         course, keeps, early = self._run_state.course, self._keeps, self._eval.early_stop
-        self._saver.kept = course.get("best", {}).get("checkpoint")
+        self.saver.kept = course.get("best", {}).get("checkpoint")
         for what, metric in (("best", keeps), ("early_stop", early and early.metric)):
             if metric is not None and course.get(what, {}).get("metric") != metric:
                 course.pop(what, None)
@@ -63,7 +66,7 @@ class Course:
         if written.get("metric") == keeps and (
             best is None or _gain(keeps, written["value"], best) > 0
         ):
-            course["best"], self._saver.kept = written, written["checkpoint"]
+            course["best"], self.saver.kept = written, written["checkpoint"]
         # A process may have died between a checkpoint and the file that names it.
         named = course.get("best", {}).get("checkpoint")
         if named not in (None, written.get("checkpoint")) and ranks.leads:
@@ -72,31 +75,31 @@ class Course:
     def _written(self) -> dict[str, Any]:
         """What best.json says, where that checkpoint is still there."""
         best = self._folder.read_best()
-        return best if self._saver.has(best.get("checkpoint")) else {}
+        return best if self.saver.has(best.get("checkpoint")) else {}
 
     def _write(self) -> None:
         replace_text(self._folder.best, json.dumps(self._run_state.course["best"]) + "\n")
 
     def due_after(self, step: int) -> bool:
         """Whether training pauses after so many steps; the same on every rank, asked ahead."""
-        return self._evaluates_after(step) or self._saver.due_after(step)
+        return self._evaluates_after(step) or self.saver.due_after(step)
 
     def wants_pause(self) -> bool:
         """Whether this rank wants training to pause soon, for a save."""
-        asked = self._saver.wants_pause()
+        asked = self.saver.wants_pause()
         self._asked |= asked
         return asked
 
     def on_pause(self) -> None:
         """Do what is due: all ranks are here, after the same step."""
         step, control = self._run_state.steps, self._run_state.ranks.control
-        saves = not self._evaluates_after(step) or self._saver.due_after(step)
+        saves = not self._evaluates_after(step) or self.saver.due_after(step)
         if self._evaluates_after(step):
             asked = as_first_rank(control, lambda: self._asked, what="save at an evaluation")
             saves = not self.evaluate() and (saves or asked)
         self._asked = False
         if saves:
-            self._saver.on_pause()
+            self.saver.on_pause()
 
     def finish(self) -> None:
         """The trained model may be the best one, too."""
@@ -117,8 +120,8 @@ class Course:
         before = self._run_state.course.get("best")
         if self._keeps is None or not self._improves("best", self._keeps, figures):
             return False
-        self._run_state.course["best"]["checkpoint"] = self._saver.full_name
-        if not self._saver.keep():
+        self._run_state.course["best"]["checkpoint"] = self.saver.full_name
+        if not self.saver.keep():
             self._run_state.course.pop("best")
             self._run_state.course |= {} if before is None else {"best": before}
             return False

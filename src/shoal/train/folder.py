@@ -20,6 +20,7 @@ from shoal.checkpoint.store import claim
 from shoal.comm.launch_environment import Attempt
 from shoal.config import RunConfig
 from shoal.errors import CheckpointError, ConfigError
+from shoal.telemetry import replace_text
 
 
 @dataclass
@@ -254,18 +255,6 @@ def _untrained(got: str) -> CheckpointError:
         allowed="a run folder, or a config file that was trained with output.save_model=true",
         remedy="Train first: shoal train CONFIG.",
     )
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file that is whole, or as it was, if the process dies meanwhile."""
-    new = path.with_name(f"{path.name}.new")
-    try:
-        new.write_text(text, encoding="utf-8")
-        new.replace(path)
-    except OSError:
-        with suppress(OSError):
-            new.unlink()
-        raise
 
 
 def _strict(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,6 @@ from shoal.compiling import begin_step, check_compile, compiled, has_cuda_graphs
 from shoal.config.build import ModelParts, build_host_rows
 from shoal.config.tree import RunConfig
 from shoal.data import Batch
-from shoal.discovery import Discovery
 from shoal.distributed import DistributedModelParallel
 from shoal.distributed.batch_norm import normalise_over_ranks
 from shoal.embedding.collection import EmbeddingCollection
@@ -115,8 +114,7 @@ class Learner:
     """One model that trains: tables, dense module, and an optimizer for each.
 
     Args:
-        name: its key in the metrics.
-        parts: the specs of its tables and its dense module.
+        parts: the specs of its tables and its dense module, and its name in the metrics.
         config: device, seed, dense optimizer, clipping and mixed precision of the run.
         ranks: over more than one, tables are placed, the dense module is replicated or split, and
             batch normalisation counts the examples of all ranks.
@@ -135,7 +133,6 @@ class Learner:
 
     def __init__(
         self,
-        name: str,
         parts: ModelParts,
         config: RunConfig,
         ranks: Ranks = ALONE,
@@ -148,8 +145,8 @@ class Learner:
             partial(_check_compile, config),
             failed=DeviceUnavailable,
         )
-        self.name = name
-        self.predicted = Predicted(name, parts.tasks)
+        self.name, main = parts.name, parts.name == config.model.kind
+        self.predicted = Predicted(self.name, parts.tasks)
         self._objective = parts.spec.objective(parts.tasks)
         self.tables = EmbeddingCollection(
             parts.tables,
@@ -159,11 +156,11 @@ class Learner:
             host_rows=build_host_rows(config),
             seed=config.seed,
         )
-        self.served = name == config.model.kind and config.distributed.path == "ps"
+        self.served = main and config.distributed.path == "ps"
         self._servers: Servers | None = None
-        self._discovery: Discovery | None = None
+        self._connections = ExitStack()
         if self.served:
-            self._discovery, exchange = _connected(parts.tables, config)
+            exchange = _connected(parts.tables, config, self._connections)
             self.tables.distribute(exchange)
             self._servers = exchange.shard.servers
         self.module = parts.module.to(config.device)
@@ -176,7 +173,6 @@ class Learner:
         placed_here = ranks.mesh is not None and not self.served
         self.plan = planned(config, parts, ranks, previous) if placed_here else None
         self.model: nn.Module = self._spread(parts, config, ranks)
-        main = name == config.model.kind
         self._dense = dense_optimizers(self.module, config.dense_optimizer, rate_of, all_fit=main)
         members = [one for one, _ in self._dense]
         self.optimizer = members[0] if len(members) == 1 else JointOptimizer(members)
@@ -227,12 +223,7 @@ class Learner:
         Raises:
             ShoalError: one of them failed.
         """
-        try:
-            if self._servers is not None:
-                self._servers.close()
-        finally:
-            if self._discovery is not None:
-                self._discovery.close()
+        self._connections.close()
 
     @property
     def optimizer_names(self) -> list[str]:
@@ -441,8 +432,12 @@ def _check_compile(config: RunConfig) -> None:
     check_compile(config.compile, device, [one for one, keeps in keeping.items() if keeps])
 
 
-def _connected(specs: Sequence[TableSpec], config: RunConfig) -> tuple[Discovery, ServerExchange]:
+def _connected(
+    specs: Sequence[TableSpec], config: RunConfig, connections: ExitStack
+) -> ServerExchange:
     """The parameter servers of a run; each process is a worker of its own.
+
+    connections: gets what is to be closed.
 
     Raises:
         ConfigError: a run without addresses, on a GPU, or with another model's servers.
@@ -459,10 +454,10 @@ def _connected(specs: Sequence[TableSpec], config: RunConfig) -> tuple[Discovery
     discovery = discovery_of(
         settings.discovery, settings.addresses, config.name, settings.session_s
     )
-    try:
-        addresses = servers_of(discovery, settings.count, timeout_s=settings.start_s)
+    with ExitStack() as opened:
+        opened.callback(discovery.close)
         exchange = connect(
-            addresses,
+            servers_of(discovery, settings.count, timeout_s=settings.start_s),
             specs,
             wire=Wire(config.distributed.wire.rows, config.distributed.wire.grads),
             patience=Patience(reply_s=settings.reply_s, repeats=settings.repeats),
@@ -471,10 +466,9 @@ def _connected(specs: Sequence[TableSpec], config: RunConfig) -> tuple[Discovery
             most_bytes=settings.most_mib << 20,
             watch=partial(discovery.watch, ROLE),
         )
-    except BaseException:
-        discovery.close()
-        raise
-    return discovery, exchange
+        opened.callback(exchange.shard.servers.close)
+        connections.push(opened.pop_all())
+    return exchange
 
 
 def contents_of(

@@ -24,7 +24,6 @@ from shoal.train.observing import RunObserver
 from shoal.train.ranks import Ranks
 from shoal.train.retrieval import Retrieval
 from shoal.train.run_state import RunState
-from shoal.train.saving import Saver
 
 CALIBRATION_BINS = 20
 
@@ -68,7 +67,7 @@ class _Windows:
 
     run_state: RunState
     accumulation: int
-    pauses: Saver | Course
+    pauses: Course
     evict_every_s: int | None
 
     def plain(self, batches: Iterable[Batch]) -> Generator[Trained]:
@@ -199,14 +198,13 @@ def train(
     run_state: RunState,
     batches: Iterable[Batch],
     accumulation: int,
-    saver: Saver,
+    course: Course,
     observer: RunObserver,
     progress: ProgressLine,
     sink: ScalarSink,
     *,
     staleness: int | None = None,
     evict_every_s: int | None = None,
-    course: Course | None = None,
 ) -> None:
     """Train all learners on the same batches, one pass.
 
@@ -218,14 +216,13 @@ def train(
         batches: in the order to train on; over several ranks this rank's shares of them, which
             know their position.
         accumulation: batches per optimizer step.
-        saver: when training pauses, and what is done then.
+        course: when training pauses, what is done then, and whether it stops early.
         observer: sees every step, and has scalars of its own for each point.
         progress: the bar.
         sink: where points of the curves go.
         staleness: go through a pipeline, where looked-up rows may be stale by so many updates;
             None: window by window, on one rank.
         evict_every_s: event seconds between two evictions of expired rows; None evicts never.
-        course: pauses for evaluations as well as for saves, and may stop early.
 
     Raises:
         CheckpointError: a save failed.
@@ -234,10 +231,9 @@ def train(
         NonFiniteGradient: under nan_policy "raise"; tables on a GPU report it at the next point of
             the curves, or when training ends.
     """
-    recorder, ranks = run_state.recorder, run_state.ranks
+    recorder, ranks, saver = run_state.recorder, run_state.ranks, course.saver
     done = run_state.position if ranks.many else recorder.examples
-    pauses = course or saver
-    trained_by = _Windows(run_state, accumulation, pauses, evict_every_s)
+    trained_by = _Windows(run_state, accumulation, course, evict_every_s)
     if staleness is None:
         windows = trained_by.plain(batches)
     else:
@@ -255,9 +251,8 @@ def train(
     run_state.started()
     with progress, observer, closing(windows):
         # A run that had stopped early takes no step when it resumes.
-        for trained in () if course is not None and course.stops else windows:
+        for trained in () if course.stops else windows:
             if not trained.window:
-                run_state.check()
                 saver.silent()
                 continue
             recorder.add(trained.window, split_all(predicted, trained.logits))
@@ -273,8 +268,8 @@ def train(
                 run_state.next_point = done + run_state.stride
             if trained.paused:
                 run_state.check()
-                pauses.on_pause()
-            if course is not None and course.stops:
+                course.on_pause()
+            if course.stops:
                 break
             saver.check()
             if ranks.leads and progress.due():

@@ -17,7 +17,7 @@ from shoal.config import RunConfig
 from shoal.config.tree import Scaling
 from shoal.data import RankShare
 from shoal.table.factory import resolve_device
-from shoal.train.rank_failure import RankFailures
+from shoal.train.rank_failure import end_together
 
 
 class Ranks:
@@ -36,7 +36,6 @@ class Ranks:
         self.rank, self.world_size = self.control.rank, self.control.world_size
         self.waiting: WaitClock | None = None if mesh is None else mesh.time_waits()
         self.step: Callable[[], int] = lambda: 0
-        self._failures = None if mesh is None else RankFailures(mesh)
 
     @property
     def many(self) -> bool:
@@ -79,10 +78,9 @@ class Ranks:
         return self.control.gather_objects(value, what=what)
 
     def together(self) -> AbstractContextManager[None]:
-        """End all ranks when one raises: see `RankFailures.end_together`."""
-        if self._failures is None:
-            return nullcontext()
-        return self._failures.end_together(lambda: self.step())  # a run sets `step` later
+        """End all ranks when one raises: see `end_together`."""
+        # A run sets `step` later.
+        return end_together(self.mesh, lambda: self.step()) if self.mesh else nullcontext()
 
 
 ALONE = Ranks(None)

@@ -23,6 +23,7 @@ from shoal.config.tree import WarmStartSettings
 from shoal.errors import CheckpointError, ConfigError
 from shoal.planner import Plan
 from shoal.planner.planner import forced
+from shoal.telemetry import replace_text
 from shoal.train import folder as folders
 from shoal.train.folder import RunFolder
 from shoal.train.learner import contents_of
@@ -55,7 +56,7 @@ def _fill(url: str, settings: WarmStartSettings, run_state: RunState) -> None:
             url,
             contents,
             options=_options(settings, manifest, {one.name for one in run_state.learners}),
-            collectives=run_state.ranks.control if run_state.ranks.many else None,
+            collectives=run_state.ranks.control,
         )
     for one in filled:
         one.loaded()
@@ -169,7 +170,7 @@ def find_beginning(
     if mine is None:
         there = Path(job["folder"])
         mine = RunFolder(there) if there.is_dir() else folders.create(config, attempt)
-    folders.replace_text(mine.config, to_yaml(config))
+    replace_text(mine.config, to_yaml(config))
     return Beginning(mine, url, newest)
 
 
@@ -241,11 +242,8 @@ def restore(config: RunConfig, beginning: Beginning, run_state: RunState) -> Sav
             _fill(beginning.warm, settings, run_state)
         return SavedChain()
     store = CheckpointStore(beginning.url)
-    loaded = load(
-        store.folder(name).url,
-        contents_of(run_state.learners),
-        collectives=ranks.control if ranks.many else None,
-    )
+    contents = contents_of(run_state.learners)
+    loaded = load(store.folder(name).url, contents, collectives=ranks.control)
     state, own = loaded.state["run_state"], loaded.rank_state or None
     run_state.load_state(state, own)
     if ranks.leads:

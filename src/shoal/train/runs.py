@@ -27,7 +27,7 @@ from shoal.config.build import RunData, build_parts, open_data
 from shoal.data import Batch, Loader
 from shoal.errors import ConfigError, DataError
 from shoal.metrics import BinaryResult
-from shoal.models import LogisticSettings, ModelSpec
+from shoal.models import LogisticSettings
 from shoal.pipeline import RunHook
 from shoal.planner import Plan
 from shoal.planner.report import limiting
@@ -216,29 +216,39 @@ def _opened(
     trains: bool = True,
     keys: Sequence[str] | None = None,
 ) -> Iterator[_Opened]:
-    """What `_open` opens, on all ranks, which end together."""
+    """The data, opened as `open_data` does, and the models, on all ranks, which end together.
+
+    previous: of `Learner`.
+    """
     with _deterministic(config), ExitStack() as held:
         ranks, placed = gather_ranks(config)
         held.enter_context(ranks.together())
         require_same(ranks.control, config)
-        opened = _open(placed, ranks, console, previous, trains=trains, keys=keys)
-        for learner in opened.learners:
-            held.callback(learner.close)
-        if isinstance(opened.data.train, Loader):
-            held.callback(opened.data.train.close)
-        yield opened
+        _set_up(placed)
+        data = open_data(placed, ranks.share, ranks.control, samples=trains, keys=keys)
+        if isinstance(data.train, Loader):
+            held.callback(data.train.close)
+        rate_of = partial(
+            settled,
+            epoch_steps=-(-data.train.most_batches // config.data.epochs // config.accumulation),
+            factor=scaled_by(config.distributed.lr_scaling, ranks.world_size),
+        )
+        models = [config.model]
+        if LOGISTIC in config.baselines and config.model.kind != LOGISTIC:
+            models.append(LogisticSettings())
+        learners = []
+        for parts in [build_parts(placed, one, examples=data.train.size) for one in models]:
+            learners.append(Learner(parts, placed, ranks, previous, rate_of))
+            held.callback(learners[-1].close)
+        ranks.step = lambda: learners[0].steps
+        if ranks.many:  # models are built alike, but ranks draw different numbers, for dropout say
+            torch.manual_seed(config.seed + ranks.rank)
+        shown = console if ranks.leads else Console(quiet=True)
+        yield _Opened(placed, ranks, shown, data, learners)
 
 
-def _open(
-    config: RunConfig,
-    ranks: Ranks,
-    console: Console,
-    previous: Callable[[], Plan | None],
-    *,
-    trains: bool,
-    keys: Sequence[str] | None,
-) -> _Opened:
-    """Open the data as `open_data` does, and build the models; previous: of `Learner`."""
+def _set_up(config: RunConfig) -> None:
+    """Give torch a run's threads, seed and precision."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     elif torch.get_num_threads() > MAX_THREADS:
@@ -251,29 +261,6 @@ def _open(
     torch.manual_seed(config.seed)
     if config.tf32 is not None:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
-    data = open_data(config, ranks.share, ranks.control, samples=trains, keys=keys)
-    models: dict[str, ModelSpec] = {config.model.kind: config.model}
-    if LOGISTIC in config.baselines:
-        models.setdefault(LOGISTIC, LogisticSettings())
-    every = {
-        name: build_parts(
-            config, model, offered=data.features, num_dense=data.num_dense, examples=data.train.size
-        )
-        for name, model in models.items()
-    }
-    rate_of = partial(
-        settled,
-        epoch_steps=-(-data.train.most_batches // config.data.epochs // config.accumulation),
-        factor=scaled_by(config.distributed.lr_scaling, ranks.world_size),
-    )
-    learners = [
-        Learner(name, parts, config, ranks, previous, rate_of) for name, parts in every.items()
-    ]
-    ranks.step = lambda: learners[0].steps
-    if ranks.many:  # models are built alike, but ranks draw different numbers, for dropout say
-        torch.manual_seed(config.seed + ranks.rank)
-    shown = console if ranks.leads else Console(quiet=True)
-    return _Opened(config, ranks, shown, data, learners)
 
 
 def run(
@@ -328,7 +315,7 @@ def _run(
     if plan is not None:
         opened.print(f"plan: {show_seconds(plan.step_s)} a step; {limiting(plan)}")
         if ranks.leads:
-            folders.replace_text(folder.plan, plan.to_json())
+            telemetry.replace_text(folder.plan, plan.to_json())
     job = job_of(config, folder, examples, plan)
     saver = Saver(beginning.url, config.checkpoint, run_state, job=job, chain=chain)
     with ExitStack() as held:
@@ -458,16 +445,14 @@ def _train(
             hook.after_step(run_state.steps)
 
     def waits() -> None:
-        saver.waits()
+        saver.silent()
         published.waits()
 
     observer = RunObserver(config, ranks, opened.learners[0], on_step=stepped)
     for hook in hooks:
         hook.begin(opened.learners[0].model)
-    course = None
-    if config.eval.every_steps is not None:
-        evaluate = partial(_evaluate_on_the_way, opened, run_state, sink)
-        course = Course(config, run_state, saver, evaluate, folder)
+    evaluate = partial(_evaluate_on_the_way, opened, run_state, sink)
+    course = Course(config, run_state, saver, evaluate, folder)
     # A pipeline has begun with later batches, and waits for them in a thread of its own.
     told = waits if staleness is None else None
     streamed = streaming(data.train, run_state, ranks, told, saver.overdue)
@@ -476,18 +461,16 @@ def _train(
             run_state,
             data.train.batches(run_state.position),
             config.accumulation,
-            saver,
+            course,
             observer,
             opened.progress("train", data.train.examples or None),
             sink,
             staleness=staleness,
             evict_every_s=config.evict_every_s if opened.learners[0].expires else None,
-            course=course,
         )
-        if course is not None:
-            if course.stops:
-                opened.print(f"stopped early after step {run_state.steps}")
-            course.finish()
+        if course.stops:
+            opened.print(f"stopped early after step {run_state.steps}")
+        course.finish()
         saver.finish(model=config.output.save_model)
         published.finish()
 
@@ -557,7 +540,7 @@ def _evaluate_run(
     if opened.ranks.leads:
         page = summary.report_of(config, result, recorder.curves, results)
         with sinks.giving_way("report.html"):
-            folders.replace_text(folder.report, page)
+            telemetry.replace_text(folder.report, page)
         with sinks.giving_way("metrics.json"):
             folder.write_metrics({"name": config.name, **result.as_json()})
     opened.console.print(summary.closing_line(result), highlight=False)

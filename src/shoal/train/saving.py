@@ -97,13 +97,6 @@ class Saver:
         if kind is not None and self._saving is not None:
             self._saving.abort()
 
-    def waits(self) -> None:
-        """No batch comes: steps that no checkpoint has are saved when that is due; on one rank."""
-        self.check()
-        if self._saving is None and self._run_state.steps > self._saved and self.wants_pause():
-            self._run_state.check()
-            self.on_pause()
-
     def overdue(self) -> bool:
         """Whether this rank wants a pause for steps that no checkpoint has; from any thread.
 
@@ -116,6 +109,7 @@ class Saver:
 
     def silent(self) -> None:
         """A stream is silent, and all ranks are here: steps that no save has are saved if due."""
+        self._run_state.check()
         self.check()
         due = self.overdue()
         if due:  # what fails, or waits for a save under way, is due again so much later

@@ -40,7 +40,7 @@ class Curves:
 class Recorder:
     """Gathers logits of named outputs batch by batch; `point` turns them into figures.
 
-    An output's label is the first one, or that of the column which `names` maps it to.
+    `columns`: of each output's label.
 
     Over several ranks a point is a collective call, the only one: what happened on all ranks is
     added up there, and figures between points are those of the last.
@@ -50,8 +50,8 @@ class Recorder:
         total_examples, total_ids, row_bytes: over all ranks, at the last point.
     """
 
-    def __init__(self, names: Sequence[str] | Mapping[str, int], ranks: Ranks = ALONE) -> None:
-        self._columns = dict(names if isinstance(names, Mapping) else dict.fromkeys(names, 0))
+    def __init__(self, columns: Mapping[str, int], ranks: Ranks = ALONE) -> None:
+        self._columns = names = dict(columns)
         self.curves = Curves()
         self._ranks = ranks
         self._pending: dict[str, list[Tensor]] = {name: [] for name in names}

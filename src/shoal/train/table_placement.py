@@ -11,7 +11,7 @@ from shoal import planner
 from shoal.comm.consensus import as_first_rank
 from shoal.comm.mesh import Mesh
 from shoal.config import RunConfig
-from shoal.config.build import ModelParts, RunData, build_host_rows, build_parts, open_data
+from shoal.config.build import ModelParts, RunData, build_host_rows, open_data
 from shoal.data import RankShare
 from shoal.placement import Placement
 from shoal.planner import Plan, TableInput, TableStatistics, Topology, Workload
@@ -193,9 +193,3 @@ def plan_run(
         groups=groups,
         time_limit_s=time_limit_s,
     )
-
-
-def parts_of(config: RunConfig) -> ModelParts:
-    """The parts of a run's model, with the features that its data has."""
-    data = data_of(config)
-    return build_parts(config, config.model, offered=data.features, num_dense=data.num_dense)

@@ -59,6 +59,9 @@ def test_listing_and_chains(root: Storage):
     assert locate(root.url)[1] == "step-000000000005-delta"
     found, name = locate(f"{root.url}/step-000000000002-delta")
     assert (found.url, name) == (root.url, "step-000000000002-delta")
+    put(root.child("run").child("checkpoints"), 7)
+    found, name = locate(f"{root.url}/run")
+    assert (found.url, name) == (f"{root.url}/run/checkpoints", "step-000000000007-full")
     with pytest.raises(CheckpointError, match="0 or more"):
         folder_name(-1, "full")
 

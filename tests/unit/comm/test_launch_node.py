@@ -100,7 +100,8 @@ def test_ucx_follows_only_what_the_user_chose() -> None:
 
 def test_local_size_of_byteps_goes_first() -> None:
     node = node_environment("u", {**mpi(5, 8, 4), "BYTEPS_LOCAL_SIZE": "2"}, address_of=no_network)
-    assert (node.local_rank, node.node, node.local_size) == (1, 2, 2)
+    local = [node.variables[f"BYTEPS_LOCAL_{name}"] for name in ("RANK", "SIZE")]
+    assert (local, node.socket_folder.name) == (["1", "2"], "bps_u_socket_2")
 
 
 @pytest.mark.parametrize(("size", "bytes_"), [(2, "1024000"), (127, "1024000"), (128, "512000")])
@@ -200,7 +201,9 @@ def test_node_refusals(case: str) -> None:
 def test_node_of_a_torchrun_rank() -> None:
     environ = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     node = node_environment("u", {**environ, "MASTER_ADDR": "a"}, address_of=no_network)
-    assert (node.rank, node.size, node.local_rank, node.node) == (3, 4, 1, 1)
+    names = ("DMLC_WORKER_ID", "DMLC_NUM_WORKER", "BYTEPS_LOCAL_RANK")
+    assert [node.variables[name] for name in names] == ["3", "4", "1"]
+    assert node.socket_folder.name == "bps_u_socket_1"
 
 
 def test_the_system_knows_its_addresses() -> None:

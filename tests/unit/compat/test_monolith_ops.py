@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from shoal import Ragged
 from shoal.compat.monolith.native_training import distribution_ops as there
-from shoal.errors import ConfigError, DTypeError, InputError
+from shoal.errors import ConfigError, DTypeError, InputError, MissingPackage
 
 T = torch.tensor
 
@@ -230,3 +231,9 @@ def test_layouts_by_monolith_s_arguments(version: int) -> None:
         **given, layout_tensors_grad=[torch.ones(2, 2)], layout_tensors_grad_scale=0.5
     )
     assert grad.flatten().tolist() == [1, 1, 0.5, 0.5]
+
+
+def test_serialized_feature_configs_need_protobuf(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "google.protobuf.message", None)
+    with pytest.raises(MissingPackage, match=r"no package protobuf;.*shoal\[serve\]"):
+        there.feature_configs(b"")

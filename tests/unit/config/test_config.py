@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from shoal import config
 from shoal.comm.collectives import LocalCollectives
 from shoal.config import tree
-from shoal.config.build import build_parts
+from shoal.config.build import SourceInputs, build_parts
 from shoal.config.tree import Section
 from shoal.errors import ConfigError, UnknownName
 from shoal.models.tasks import EMBEDDINGS, FIRST_ORDER
@@ -32,6 +32,10 @@ def load(*overrides: str, environment: dict[str, str] | None = None) -> config.R
 
 def settings(**changes: object) -> config.RunConfig:
     return config.from_mapping({**MINIMAL, **changes})
+
+
+def offered(num_dense: int) -> SourceInputs:
+    return SourceInputs(OFFERED, frozenset(), num_dense, ("label",))
 
 
 def sections(base: type[Section] = Section) -> list[type[Section]]:
@@ -83,6 +87,8 @@ EVAL = {"every_steps": 5, "early_stop": {"metric": "auc", "patience": 2}}
 QUARANTINE = {"path": "b.jsonl", "most_rows": 5}
 FILES = {"kind": "csv", "label": "y", "paths": ["a"], "eval_paths": ["b"]}
 WARM = {"path": "old", "dense": False}
+COSINE = {"kind": "cosine", "initial": 0.1, "decay_steps": 9}
+WARMUP = {"kind": "warmup", "target": COSINE, "steps": 3}
 
 
 @pytest.mark.parametrize(
@@ -131,6 +137,15 @@ WARM = {"path": "old", "dense": False}
                 "data.source.features.user.column=uid",
             ],
             {"data": {"source": FILES | {"features": {"user": {"kind": "id", "column": "uid"}}}}},
+        ),
+        (
+            [
+                "tables.default.optimizer={kind: adam, lr: warmup}",
+                "tables.default.optimizer.lr.target=cosine",
+                "tables.default.optimizer.lr.target={initial: 0.1, decay_steps: 9}",
+                "tables.default.optimizer.lr.steps=3",
+            ],
+            {"tables": {"default": {"optimizer": {"kind": "adam", "lr": WARMUP}}}},
         ),
         *(
             (
@@ -246,7 +261,17 @@ def test_default_table_spreads_over_named_ones():
         (["amp=float99"], ConfigError, ["amp", "'float99'", "bfloat16"]),
         (["~data.source"], ConfigError, ["data.source", "got nothing"]),
         (["tables.default.optimizer.lr=-1"], ConfigError, ["tables.default.optimizer", "-1"]),
-        (["tables.default.optimizer.lr=soon"], ConfigError, ["lr of optimizer adagrad", "soon"]),
+        (
+            ["tables.default.optimizer.lr=soon"],
+            ConfigError,
+            ["lr of optimizer adagrad", "soon", "kind:"],
+        ),
+        (
+            ["tables.default.optimizer={kind: delay_compensated, inner: sg}"],
+            UnknownName,
+            ["tables.default.optimizer", "Did you mean sgd?"],
+        ),
+        (["tables.default.optimizer.lr=cosine"], ConfigError, ["schedule cosine", "no initial"]),
         (
             ["tables.customer.optimizer.lr=0.01"],
             ConfigError,
@@ -344,6 +369,11 @@ def _is_leaf(value: object, base: type) -> bool:
             optimizers.DelayCompensated(inner=optimizers.SGD(lr=1.0), strength=0.2),
         ),
         (
+            tree.OPTIMIZERS,
+            {"kind": "delay_compensated", "inner": "sgd"},
+            optimizers.DelayCompensated(inner=optimizers.SGD()),
+        ),
+        (
             tree.SCHEDULES,
             {"kind": "piecewise", "boundaries": [10], "values": [0.1, 0.01]},
             schedules.Piecewise(boundaries=(10,), values=(0.1, 0.01)),
@@ -419,7 +449,7 @@ def test_deepfm_gets_a_bias_and_a_vector_per_table():
         tables={"default": {"dim": 4}},
         features={"user": {}, "history": {"table": "user", "combiner": "mean"}},
     )
-    parts = build_parts(run, run.model, offered=OFFERED, num_dense=2)
+    parts = build_parts(run, source=offered(2))
     (table,) = parts.tables
     assert [(s.name, s.dim) for s in table.segments] == [("bias", 1), ("vec", 4)]
     assert [(f.name, f.table, f.combiner.pooling) for f in parts.features] == [
@@ -446,17 +476,17 @@ def test_deepfm_gets_a_bias_and_a_vector_per_table():
 )
 def test_models_ask_for_the_segments_they_read(model: str, segments: list[str]):
     run = settings(model=model)
-    parts = build_parts(run, run.model, offered=OFFERED, num_dense=0)
+    parts = build_parts(run, source=offered(0))
     assert [feature.name for feature in parts.features] == list(OFFERED)
     assert all([s.name for s in table.segments] == segments for table in parts.tables)
 
 
 def test_bias_takes_the_tables_optimizer_unless_it_has_its_own():
     own = settings(tables={"default": {"bias": {"optimizer": {"kind": "ftrl", "lr": 0.1}}}})
-    parts = build_parts(own, own.model, offered=OFFERED, num_dense=0)
+    parts = build_parts(own, source=offered(0))
     assert parts.tables[0].segments[0].optimizer == optimizers.FTRL(lr=0.1)
     plain = settings(tables={"default": {"optimizer": {"kind": "sgd", "lr": 0.2}}})
-    parts = build_parts(plain, plain.model, offered=OFFERED, num_dense=0)
+    parts = build_parts(plain, source=offered(0))
     assert parts.tables[0].segments[0].optimizer == optimizers.SGD(lr=0.2)
 
 
@@ -472,7 +502,7 @@ def test_names_that_data_or_features_do_not_have_are_refused(
 ):
     run = settings(**changes)
     with pytest.raises(UnknownName, match=match):
-        build_parts(run, run.model, offered=OFFERED, num_dense=0)
+        build_parts(run, source=offered(0))
 
 
 def test_built_values_stay_frozen_dataclasses():
@@ -667,12 +697,12 @@ def test_overrides_out_of_range_say_where(override: str):
 def test_a_model_beyond_the_machine_is_refused_before_it_is_made():
     wide = settings(model={"kind": "deepfm", "hidden": [1 << 16] * 8})
     with pytest.raises(ConfigError, match=r"memory for model deepfm.*model\.hidden"):
-        build_parts(wide, wide.model, offered=OFFERED, num_dense=2, examples=100)
+        build_parts(wide, source=offered(2), examples=100)
     rows = settings(tables={"default": {"dim": 16_000, "expected_rows": 2**31 - 2}})
     with pytest.raises(ConfigError, match="expected_rows"):
-        build_parts(rows, rows.model, offered=OFFERED, num_dense=2, examples=100)
+        build_parts(rows, source=offered(2), examples=100)
     small = settings()
-    assert build_parts(small, small.model, offered=OFFERED, num_dense=2, examples=100)
+    assert build_parts(small, source=offered(2), examples=100)
 
 
 def test_an_empty_variable_is_not_set():

@@ -54,8 +54,9 @@ def labels(batches: object) -> list[float]:
 
 def test_a_file_is_split_by_time_and_read_in_its_order(file: str):
     data = opened({**SOURCE, "paths": [file]}, split=LATER)
-    assert data.features == ("user", "pair", "seen")
-    assert data.num_dense == 1
+    read = data.evaluation.source
+    assert read.features == ("user", "pair", "seen")
+    assert read.num_dense == 1
     assert labels(data.train) == [1, 0, 0]
     assert labels(data.evaluation) == [1, 1, 0]
     assert [batch.ids["user"].values.tolist() for batch in data.train] == [[1, 1], [4]]
@@ -215,7 +216,8 @@ def test_a_split_with_nothing_on_one_side_names_it(file: str, split: str, side: 
 
 def test_a_topic_of_a_config(file: str):
     data = opened({**KAFKA, "eval_paths": [file]}, max_examples=5)
-    assert (data.features, data.num_dense) == (("user", "pair", "seen"), 1)
+    read = data.train.feed
+    assert (read.features, read.num_dense) == (("user", "pair", "seen"), 1)
     assert (data.train.size, data.train.examples) == (5, 5)
     assert labels(data.evaluation) == COLUMNS["clicked"]
     with pytest.raises(ConfigError, match="what to evaluate on"):
@@ -258,7 +260,8 @@ FEATURES = {
 def test_computed_features_of_a_config(file: str):
     source = {**SOURCE, "ids": {}, "features": FEATURES, "paths": [file]}
     data = opened(source, split=LATER)
-    assert (data.features, data.num_dense) == (("user", "page", "old"), 2)
+    read = data.evaluation.source
+    assert (read.features, read.num_dense) == (("user", "page", "old"), 2)
     first = next(iter(data.train))
     assert first.ids.to_lists() == {"user": [[1], [1]], "page": [[1], [2]], "old": [[1], [2]]}
     assert first.dense.tolist() == [[1.0, 2.0], [2.0, 4.0]]

@@ -21,7 +21,7 @@ from shoal import config as settings
 from shoal.cli import app
 from shoal.comm import transport
 from shoal.comm.transport import Client, Frames, Secret, Server
-from shoal.config.build import build_parts, build_tables, open_data
+from shoal.config.build import build_parts, build_tables, open_data, source_inputs
 from shoal.errors import ConfigError, InputError, ServerLost, ShoalError
 from shoal.ps.client import RowsOverServers, ServerTicket, connect
 from shoal.ps.connections import Patience, health_of
@@ -403,9 +403,9 @@ def test_a_worker_that_never_updated_is_not_remembered(served: tuple[TableServer
 def test_tables_are_known_without_the_data(overrides: dict[str, Any], tmp_path: Path) -> None:
     path = small_run(tmp_path, examples=200, eval_examples=100, **overrides)
     run = settings.load(path, environment={})
-    data = open_data(run)
-    parts = build_parts(run, run.model, offered=data.features, num_dense=data.num_dense)
-    assert build_tables(run) == parts.tables
+    found, read = source_inputs(run.data.source), open_data(run).evaluation.source
+    assert (found.features, found.num_dense) == (read.features, read.num_dense)
+    assert build_tables(run) == build_parts(run).tables
 
 
 class Slow:

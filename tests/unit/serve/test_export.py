@@ -94,8 +94,7 @@ def trained_rows(run: Path) -> tuple[Any, list[RowChunk]]:
     found, settings = folders.find(str(run), ())
     where = folders.checkpoint_of(found)
     assert where is not None
-    data = open_data(settings)
-    parts = build_parts(settings, settings.model, offered=data.features, num_dense=data.num_dense)
+    parts = build_parts(settings)
     shard = make_shard(parts.tables)
     unknown = {one.key for one in read_manifest(where).tables if one.collection != "deepfm"}
     options = LoadOptions(dense=False, allow_unknown=frozenset(unknown))
@@ -256,7 +255,7 @@ class _Branches(nn.Module):
 
 def test_a_module_that_torch_cannot_export_has_a_reason(dense: Path, tmp_path: Path) -> None:
     parts = open_bundle(dense).parts()
-    signature = signature_of(parts, part="dense", step=1, lists=(), num_dense=0, amp="none")
+    signature = signature_of(parts, part="dense", step=1, amp="none")
     problem = exporting.export_dense(_Branches(), signature, tmp_path / "one.pt2")
     assert problem is not None and "data-dependent" in problem
     assert not (tmp_path / "one.pt2").exists()

@@ -17,7 +17,7 @@ import torch
 from shoal import config as settings
 from shoal.checkpoint import load_share
 from shoal.config import RunConfig
-from shoal.config.build import ModelParts, build_parts, source_inputs
+from shoal.config.build import ModelParts, build_parts
 from shoal.errors import ConfigError, InputError, ServerLost, UnknownName
 from shoal.serve import loading
 from shoal.serve.loading import FolderSource, FollowedSource, Role, ServedShare
@@ -93,8 +93,7 @@ class Trainer:
 @contextmanager
 def training(run: Path) -> Iterator[Trainer]:
     config, url = settings.load(run / "config.yaml", environment={}), newest_checkpoint(str(run))
-    inputs = source_inputs(config.data.source)
-    parts = build_parts(config, config.model, offered=inputs.features, num_dense=inputs.num_dense)
+    parts = build_parts(config)
     load_module(url, parts.name, parts.module)
     tables = HostedTables(parts.tables, make_shard(parts.tables))
     load_share([url], tables, 0, collection=parts.name)

@@ -44,9 +44,18 @@ def test_a_missing_package_is_named(module: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["client", "loading", "server"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "serve.client",
+        "serve.loading",
+        "serve.server",
+        "compat.monolith.agent_service.backends",
+        "compat.monolith.native_training.distributed_serving_ops",
+    ],
+)
 def test_modules_that_need_one_say_so(module: str) -> None:
-    done = run(f"import shoal.serve.{module}")
+    done = run(f"import shoal.{module}")
     assert "MissingPackage: servers and clients of models: got no package" in done.stderr
 
 

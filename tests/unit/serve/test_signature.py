@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shoal import config as settings
-from shoal.config.build import build_parts, build_tables, open_data, source_inputs
+from shoal.config.build import SourceInputs, build_parts, build_tables, open_data, source_inputs
 from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, UnknownName
 from shoal.ids import ids_of_text
 from shoal.serve.loading import FolderSource
@@ -19,8 +19,8 @@ from support.served_models import TINY, trained
 def reader(lists: tuple[str, ...] = ("f2",), **features: dict) -> ExampleReader:
     named = {name: features.get(name, {}) for name in ("f0", "f1", "f2")}
     config = settings.from_mapping({**TINY, "features": named})
-    parts = build_parts(config, config.model, offered=("f0", "f1", "f2"), num_dense=2)
-    return ExampleReader(parts, lists, 2)
+    source = SourceInputs(("f0", "f1", "f2"), frozenset(lists), 2, ("label",))
+    return ExampleReader(build_parts(config, source=source))
 
 
 def inputs(**changes: object) -> dict[str, np.ndarray]:
@@ -106,9 +106,9 @@ def test_limits_of_features_and_requests() -> None:
 
 def test_a_feature_named_like_another_input_is_refused() -> None:
     config = settings.from_mapping({**TINY, "features": {"dense": {}, "f1": {}}})
-    parts = build_parts(config, config.model, offered=("dense", "f1"), num_dense=2)
+    source = SourceInputs(("dense", "f1"), frozenset(), 2, ("label",))
     with pytest.raises(ConfigError, match="dense"):
-        ExampleReader(parts, (), 2)
+        ExampleReader(build_parts(config, source=source))
 
 
 @pytest.mark.parametrize("kind", ["synthetic", "flights"])
@@ -119,8 +119,8 @@ def test_inputs_of_a_source_are_those_of_its_data(kind: str) -> None:
     if kind == "flights":
         assert (len(found.features), found.num_dense) == (12, 40)
         return
-    data = open_data(config)
-    assert (found.features, found.num_dense) == (data.features, data.num_dense)
+    read = open_data(config).evaluation.source
+    assert (found.features, found.num_dense) == (read.features, read.num_dense)
 
 
 COMPUTED = {
@@ -150,8 +150,9 @@ def test_computed_features_are_inputs(tmp_path: Path) -> None:
     config = settings.load(run / "config.yaml", environment={})
     found, data = source_inputs(config.data.source), open_data(config)
     assert (found.features, found.num_dense) == (("user", "user_city", "age"), 1)
-    assert (found.features, found.num_dense) == (data.features, data.num_dense)
-    parts = build_parts(config, config.model, offered=data.features, num_dense=data.num_dense)
+    read = data.evaluation.source
+    assert (found.features, found.num_dense) == (read.features, read.num_dense)
+    parts = build_parts(config)
     assert build_tables(config) == parts.tables
     model = FolderSource(run).load(FolderSource(run).newest() or 0)
     batch = next(iter(data.evaluation))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal import EmbeddingCollection, Feature, HostRows, Segment, Table, TableSpec, config
-from shoal.config.build import build_host_rows, build_parts
+from shoal.config.build import SourceInputs, build_host_rows, build_parts
 from shoal.errors import ConfigError
 from shoal.table import factory
 from shoal.table.cuda import shard as cuda
@@ -28,7 +28,8 @@ RUN = {
 
 def learner(device: str) -> Learner:
     run = config.from_mapping({**RUN, "device": device})
-    return Learner("m", build_parts(run, run.model, offered=["f"], num_dense=1), run)
+    source = SourceInputs(("f",), frozenset(), 1, ("label",))
+    return Learner(build_parts(run, source=source), run)
 
 
 Made = Callable[[str], Shard]

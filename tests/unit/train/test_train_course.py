@@ -418,7 +418,7 @@ def test_servers_and_exports_take_the_average(data: Path):
     made = settings(data)
     url = checkpoint_of(RunFolder(result.folder))
     assert url is not None
-    parts = [build_parts(made, made.model, offered=("item", "user"), num_dense=1) for _ in range(2)]
+    parts = [build_parts(made) for _ in range(2)]
     load_module(url, "deepfm", parts[0].module)
     names = frozenset({"optimizer:deepfm"})
     options = LoadOptions(tables=(), state=False, allow_unknown=names)

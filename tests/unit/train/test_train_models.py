@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from shoal import config, train
-from shoal.config.build import build_parts, source_inputs
+from shoal.config.build import build_parts
 from shoal.errors import ConfigError, UnknownName
 from shoal.serve.bundle import open_bundle
 from shoal.serve.export import export
@@ -113,9 +113,8 @@ def test_a_model_is_trained_evaluated_exported_and_served(
     folder, found = folders.find(str(result.folder), ())
     where = folders.checkpoint_of(folder)
     assert where is not None
-    inputs = source_inputs(found.data.source)
-    parts = build_parts(found, found.model, offered=inputs.features, num_dense=inputs.num_dense)
-    version = export(found, parts, where, tmp_path / "exports", num_dense=inputs.num_dense)
+    parts = build_parts(found)
+    version = export(found, parts, where, tmp_path / "exports")
     assert open_bundle(version).signature.dense_problem is None
     source = FolderSource(tmp_path / "exports")
     model = source.load(source.newest())
@@ -134,11 +133,11 @@ def test_a_model_is_trained_evaluated_exported_and_served(
 
 def test_a_task_without_weight_does_not_train(file: Path, tmp_path: Path) -> None:
     run = settings(file, tmp_path, "mmoe", tasks={"buy": {"weight": 0.0}, "click": {}})
-    parts = build_parts(run, run.model, offered=("user", "item", "seen"), num_dense=1)
+    parts = build_parts(run)
     assert [(task.label, task.weight) for task in parts.tasks] == [("click", 1.0), ("buy", 0.0)]
     wrong = settings(file, tmp_path, "mmoe", tasks={"by": {}})
     with pytest.raises(UnknownName, match="label in tasks"):
-        build_parts(wrong, wrong.model, offered=("user", "item", "seen"), num_dense=1)
+        build_parts(wrong)
 
 
 def test_sequences_go_to_models_that_take_them(file: Path, tmp_path: Path) -> None:
@@ -147,12 +146,12 @@ def test_sequences_go_to_models_that_take_them(file: Path, tmp_path: Path) -> No
         ("fm", (), ("user", "item", "seen")),
     ):
         run = settings(file, tmp_path, kind)
-        parts = build_parts(run, run.model, offered=("user", "item", "seen"), num_dense=1)
+        parts = build_parts(run)
         assert (parts.inputs.sequences, parts.inputs.names) == (sequences, names)
     features = {"user": {}, "item": {}, "seen": {"table": "item", "combiner": "first_n"}}
     run = settings(file, tmp_path, "din", features=features)
     with pytest.raises(ConfigError, match=r"features\.seen\.max_length"):
-        build_parts(run, run.model, offered=("user", "item", "seen"), num_dense=1)
+        build_parts(run)
 
 
 @pytest.mark.parametrize(
@@ -171,6 +170,5 @@ def test_what_a_model_would_ignore_or_misread_is_refused(
     kind: str, changes: dict[str, Any], words: str, file: Path, tmp_path: Path
 ) -> None:
     made = settings(file, tmp_path, kind, **changes)
-    inputs = source_inputs(made.data.source)
     with pytest.raises(ConfigError, match=words):
-        build_parts(made, made.model, offered=inputs.features, num_dense=inputs.num_dense)
+        build_parts(made)

@@ -29,7 +29,7 @@ from shoal.train.saving import Saver
 from shoal.train.summary import Recorder
 from support.ranks import launcher_variables
 
-NAMES = ("a", "b")
+NAMES = dict.fromkeys(("a", "b"), 0)
 
 
 def batch_of(seed: int) -> tuple[Batch, dict[str, list[torch.Tensor]]]:

@@ -45,28 +45,16 @@ _FIXED: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class NodeEnvironment:
-    """Where a rank stands and what its communication libraries should read.
+    """What the communication libraries of a rank should read.
 
     Args:
-        uuid: distinguishes jobs that share a node.
-        rank, size: this rank among all.
-        local_rank, local_size: among those of its node; local_rank = rank mod local_size.
-        node: number of the node, rank // local_size.
-        interface, address: network interface and its IPv4 address.
         socket_folder: local sockets of this job's ranks on this node.
-        variables: name and value, sorted: what `apply_environment` sets.
+        variables: what `apply_environment` sets: its place (DMLC_WORKER_ID of DMLC_NUM_WORKER,
+            BYTEPS_LOCAL_RANK of BYTEPS_LOCAL_SIZE), its address (DMLC_NODE_HOST), and the rest.
     """
 
-    uuid: str
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    node: int
-    interface: str
-    address: str
     socket_folder: Path
-    variables: tuple[tuple[str, str], ...]
+    variables: Mapping[str, str]
 
 
 def node_environment(
@@ -82,7 +70,7 @@ def node_environment(
     GPUs 0 and 1 use eth0, 2 and 3 eth1, and so on, and the GDR flags show a process its GPU only.
 
     Args:
-        uuid: of the job.
+        uuid: of the job: distinguishes those that share a node.
         environ: variables to read; the process's own when left out.
         address_of: IPv4 address of an interface; asks the operating system when left out.
         folder: parent of the socket folder; the folder of temporary files when left out.
@@ -94,9 +82,9 @@ def node_environment(
     """
     environ = os.environ if environ is None else environ
     rank, size, local_size = _place(environ)
-    local_rank, node = rank % local_size, rank // local_size
+    local_rank = rank % local_size
     where = Path(tempfile.gettempdir()) if folder is None else folder
-    socket_folder = where / f"bps_{uuid}_socket_{node}"
+    socket_folder = where / f"bps_{uuid}_socket_{rank // local_size}"
     variables = {name: environ.get(name, value) for name, value in _DEFAULTS.items()}
     variables |= _FIXED
     nic, bound = _nic(environ, local_rank)
@@ -119,10 +107,7 @@ def node_environment(
     }
     variables |= {name: environ.get(name) or str(value) for name, value in bytes_by_name.items()}
     variables |= _mapped(environ, nic, variables)
-    every = tuple(sorted(variables.items()))
-    return NodeEnvironment(
-        uuid, rank, size, local_rank, local_size, node, nic, address, socket_folder, every
-    )
+    return NodeEnvironment(socket_folder, variables)
 
 
 def apply_environment(

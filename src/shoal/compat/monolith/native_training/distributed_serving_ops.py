@@ -14,8 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from google.protobuf.json_format import MessageToJson
-from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from shoal.compat.monolith.agent_service.backends import SyncBackend
@@ -27,6 +25,7 @@ from shoal.compat.monolith.native_training.protos.parameter_sync_pb2 import (
 )
 from shoal.compat.monolith.native_training.sync_clients import BoundTable
 from shoal.errors import ConfigError, InputError, unknown_name
+from shoal.serve.packages import DecodeError, MessageToJson, grpc
 from shoal.serve.protos import tfserving_pb2 as tfs
 
 _log = logging.getLogger(__name__)
@@ -197,8 +196,6 @@ class ParameterSyncClient:
         return split_push_request(request)
 
     def _send(self, target: str, parts: Sequence[PushRequest]) -> list[PushResponse]:
-        import grpc
-
         away = grpc.StatusCode.UNAVAILABLE.value[0], grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
         predict = self._channels[target][1]
         responses: list[PushResponse] = []
@@ -220,8 +217,6 @@ class ParameterSyncClient:
 
     def _connect(self, targets: Sequence[str]) -> None:
         """Close connections that are not wanted any more, and open new ones."""
-        import grpc
-
         for target in self._channels.keys() - set(targets):
             self._channels.pop(target)[0].close()
         limits = [(f"grpc.max_{way}_message_length", _CHANNEL_BYTES) for way in ("send", "receive")]
@@ -371,8 +366,6 @@ class DummySyncServer:
     """
 
     def __init__(self, address: str = "127.0.0.1:0") -> None:
-        import grpc
-
         handler = grpc.unary_unary_rpc_method_handler(
             self._predict,
             request_deserializer=tfs.PredictRequest.FromString,
@@ -410,8 +403,6 @@ class DummySyncServer:
         return self
 
     def _predict(self, request: tfs.PredictRequest, context: Any) -> tfs.PredictResponse:
-        import grpc
-
         wrong = sorted(one for one in request.inputs if not one.endswith(("_id", "_value")))
         if wrong:
             error = InputError(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal import ops
 from shoal.embedding import combiners
-from shoal.errors import DTypeError, InputError
+from shoal.errors import DTypeError, InputError, no_package
 from shoal.ops import (
     finalize_shared_tensor,
     fused_gather_embeddings_by_input,
@@ -304,8 +304,10 @@ def feature_configs(value: Any) -> ops.FeatureConfigs:
     """
     if isinstance(value, ops.FeatureConfigs):
         return value
-    from google.protobuf.message import DecodeError
-
+    try:
+        from google.protobuf.message import DecodeError
+    except ImportError as error:
+        raise no_package("FeatureConfigs of Monolith", str(error.name), "serve") from error
     serialize = getattr(value, "SerializeToString", None)
     if not isinstance(value, bytes) and serialize is None:
         allowed = "bytes, or a message with SerializeToString"
