@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -69,4 +70,8 @@ class Segment(nn.Module):
             given.append(
                 torch.zeros(slots, config.puzzle_dim, device=device, requires_grad=row_grads)
             )
-        torch.cuda.make_graphed_callables(self, tuple(given))
+        with warnings.catch_warnings():
+            # torch still holds the graph of its warm-up, of another stream, while it records.
+            # Nothing accumulates there: gradients are returned.
+            warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
+            torch.cuda.make_graphed_callables(self, tuple(given))

@@ -517,7 +517,9 @@ class DeviceImages:
             self._add(records_L, places_R, 0)
             return
         if self._copies is None:
-            self._copies = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            # Of another pool than streams on which steps record graphs: pools are used in turn, and
+            # memory that is freed on a stream while another thread records it ends the process.
+            self._copies = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
         staged.launched.synchronize()
         with torch.cuda.stream(self._copies):
             self._bring(words_L, staged.room)
