@@ -50,7 +50,7 @@ def test_a_trim_that_fails_leaves_room_for_the_next_call(monkeypatch: pytest.Mon
         groups_of((0, range(turn * 200, turn * 200 + 200)), device=DEVICE) for turn in range(6)
     ]
     shard.find_or_init(batches[0], ctx=StepContext()).end()
-    monkeypatch.setattr(index, "lowest_many", failing(index.lowest_many, 0, 1, 2))
+    monkeypatch.setattr(index, "lowest_rows", failing(index.lowest_rows, 0, 1, 2))
     for turn in range(1, 4):
         with pytest.raises(OutOfDeviceMemory, match="row budget"):
             shard.find_or_init(batches[turn], ctx=StepContext(event_time_s=turn))
