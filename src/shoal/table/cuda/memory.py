@@ -386,25 +386,26 @@ class DeviceMemory:
             return
         more = sum(len(growth.sizes) for growth in growths.values())
         self._check_chunks(more)
-        used, sent_words, wider_WC = 0 if self._own is None else self._own.used, None, None
+        used, news, wider_WC = 0 if self._own is None else self._own.used, None, None
         try:
             grown, columns_WC = self._allocated(growths)
             if self._own is not None:
                 self._own.back(self._without_memory(grown, columns_WC))
-            lines_KT = self._lines_with(grown)
             if more or any(growth.slots for growth in growths.values()):
+                lines_KT = self._lines_with(grown)
                 numbers = np.arange(self.chunks, self.chunks + more)
-                news = [lines_KT.reshape(-1), columns_WC.reshape(-1), numbers]
-                sent_words, wider_WC = together(news, self.device), self._wider(more)
+                parts = [lines_KT.reshape(-1), columns_WC.reshape(-1), numbers]
+                news = lines_KT, together(parts, self.device)
+                wider_WC = self._wider(more)
         except Exception:
             if self._own is not None:
                 self._own.take_back(used)
             raise
-        if sent_words is None:  # what kernels see is the same
+        if news is None:  # what kernels see is the same
             for k, table in grown.items():
                 self._tables[k] = table
         else:
-            lines, columns, numbers_C = sent_words
+            lines_KT, (lines, columns, numbers_C) = news
             self._fill_directories(grown, numbers_C)
             self._append(columns_WC, columns.view(columns_WC.shape), wider_WC)
             self._move_indexes(grown)
