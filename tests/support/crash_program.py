@@ -27,7 +27,8 @@ if __name__ == "__main__":
 
 import torch
 
-from shoal.checkpoint import CheckpointStore, compact, storage, writing, writing_plan
+from shoal.checkpoint import CheckpointStore, compact, storage, writing_plan
+from shoal.checkpoint import saving as job_saving
 from shoal.checkpoint.loading import load
 from shoal.checkpoint.saving import begin
 from support.crashing_job import CrashingJob
@@ -153,7 +154,7 @@ def _leftovers(store: CheckpointStore, own: str) -> list[str]:
 def _small_files() -> None:
     """Several files of a table that has few rows, which reach the disk in several writes."""
     storage._BLOCK = 4096
-    for module in (writing, writing_plan):
+    for module in (job_saving, writing_plan):
         smaller = functools.partial(module.split, file_bytes=40_000, small_bytes=20_000)
         module.split = smaller  # type: ignore[attr-defined]
 

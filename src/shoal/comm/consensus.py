@@ -163,7 +163,7 @@ def agree(
     *,
     time_s: int,
     sets: int,
-    wrong: ShoalError | None,
+    wrong: ShoalError | None = None,
 ) -> tuple[Sizes, int, int]:
     """Exchange sizes, and raise on every rank alike unless all came with the same good call.
 
@@ -182,7 +182,7 @@ def agree(
     ranks = collectives.world_size
     header_WX = torch.zeros(ranks, _WORDS, dtype=torch.int64, device="cpu")
     header_WX[:, _CALL] = zlib.crc32(call.encode())
-    header_WX[:, _TIME] = time_s if wrong is None else 0
+    header_WX[:, _TIME] = time_s
     header_WX[:, _BAD] = wrong is not None
     header_WX[:, _SETS] = sets
     both_WX = torch.cat([header_WX, sizes_WX], dim=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import Literal, TypeVar
@@ -160,8 +161,6 @@ class Arrived:
 
 T = TypeVar("T")
 
-_NONE = torch.zeros(1, dtype=torch.int64, device="cpu")
-_NO_TABLES = torch.zeros(0, dtype=torch.int32, device="cpu")
 _REPLIES = "replies of a table's method"
 _METHODS = ("find", "assign", "assign_add", "reinitialize", "apply_ids")
 
@@ -402,27 +401,21 @@ class RowsOverRanks:
         """Ids and values to their owners; what came here, and the context with the latest time."""
         collectives, plan = self._collectives, self._plan
         collectives.step = ctx.global_step
-        wrong: ShoalError | None = None
-        here, ready = groups, list(values)
+        told = partial(agree, collectives, _METHODS, method)
         try:
             ready = check_call(method, groups, values, counts_N, ctx, self.specs, self.device)
         except ShoalError as error:
-            wrong = error
-            here = IdGroups(
-                torch.empty(0, dtype=torch.int64, device=self.device), _NONE, _NO_TABLES
+            none_WX = torch.zeros(
+                plan.world_size, len(plan.tables), dtype=torch.int64, device="cpu"
             )
-        counted_N = torch.zeros_like(here.ids_N) if counts_N is None or wrong else counts_N
-        packed = pack(plan, here, counted_N, self.specs, to_all=to_all)
-        sizes, time_s, sets = agree(
-            collectives,
-            _METHODS,
-            method,
-            torch.cat([buffer.sizes_WK for buffer in packed.outgoing.buffers], dim=1),
-            time_s=ctx.event_time_s,
-            sets=len(values) if here.ids_N.numel() else -1,
-            wrong=wrong,
-        )
-        if not here.ids_N.numel():
+            told(none_WX, time_s=0, sets=-1, wrong=error)  # raises it, once the others know
+            raise
+        counted_N = torch.zeros_like(groups.ids_N) if counts_N is None else counts_N
+        packed = pack(plan, groups, counted_N, self.specs, to_all=to_all)
+        sizes_WX = torch.cat([buffer.sizes_WK for buffer in packed.outgoing.buffers], dim=1)
+        own_sets = len(values) if groups.ids_N.numel() else -1
+        sizes, time_s, sets = told(sizes_WX, time_s=ctx.event_time_s, sets=own_sets)
+        if not groups.ids_N.numel():
             ready = [()] * max(sets, min(len(values), 1))
         transfer = Transfer(packed.outgoing, sizes, time_s)
         dtype = None if counts_N is None else torch.int64
@@ -441,7 +434,7 @@ class RowsOverRanks:
         ]
         flat, each = send_rows(collectives, rows, None, what=method).wait(), len(plan.buffers)
         return Arrived(
-            here.ids_N,
+            groups.ids_N,
             packed,
             transfer,
             received_ids(transfer, found.wait(), counted=counts_N is not None),
