@@ -68,6 +68,10 @@ COUNTED_AS = {
         for name in ("samplers", "item_tree", "sampler_service", "catalog")
     },
     **{MODELS / f"{name}.py": "learning" for name in ("crosses", "multi_task", "tasks")},
+    **{
+        PurePosixPath("csrc") / name: "learning"
+        for name in ("text_ids.cpp", "text_ids.h", "text_hash_impl.h")
+    },
     MODELS / "user_item.py": "learning",
     PurePosixPath("src/shoal/compat/torchrec.py"): "learning",
     PurePosixPath("src/shoal/config/streams.py"): "learning",
@@ -189,11 +193,11 @@ def count(revision: str | None = None) -> dict[str, int]:
     found = {"python lines": 0, "c++ lines": 0, "python files": 0} | dict.fromkeys(LATER, 0)
     files = list(tracked(revision))
     for path, text in files:
+        others = (room for known, room in COUNTED_AS.items() if path.is_relative_to(known))
         if path.parts[0] == "csrc":
             if not any(part.startswith("test") for part in path.parts[1:]):
-                found["c++ lines"] += cpp_lines(text)
+                found[next(others, "c++ lines")] += cpp_lines(text)
             continue
-        others = (room for known, room in COUNTED_AS.items() if path.is_relative_to(known))
         room = next(others, path.parts[2])
         if room in LATER:
             found[room] += python_lines(text)

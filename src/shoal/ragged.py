@@ -106,7 +106,7 @@ def parts_of_nested(nested: Tensor) -> tuple[Tensor, Tensor]:
 def pinned(tensor: Tensor) -> Tensor:
     """A copy in pinned memory; without CUDA, or if it is not on the CPU, the tensor itself."""
     # Once CUDA is in use, that is known without asking the driver.
-    cuda = torch.cuda.is_initialized() or torch.cuda.is_available()
+    cuda: bool = torch.cuda.is_initialized() or torch.cuda.is_available()  # type: ignore[no-untyped-call]
     return tensor.pin_memory() if cuda and tensor.is_cpu else tensor
 
 

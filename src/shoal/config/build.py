@@ -203,7 +203,9 @@ def _combiner(name: str, settings: FeatureSettings, model: ModelSpec) -> Combine
             remedy = f"Set features.{name}.max_length."
             raise ConfigError(f"sequence {name!r}", "no max_length", "its longest", remedy)
         return FirstN(settings.max_length)
-    return ReduceSum() if settings.combiner == "sum" else ReduceMean()
+    # Of a model that takes no sequences, lists are pooled.
+    pooled = {"sum": ReduceSum, "mean": ReduceMean, "first_n": ReduceMean}
+    return pooled[settings.combiner]()
 
 
 def _table(config: RunConfig, name: str, segments: tuple[str, ...]) -> TableSpec:

@@ -54,7 +54,6 @@ class RunObserver:
         if self._ranks.waiting is not None:
             self._waited_s = self._ranks.waiting.total_s
         if self._watches and self._ranks.many:
-            _ = self._main.tables.exchange.collectives  # one that waits for a batch is made here
             exchange = self._main.tables.exchange
             if isinstance(exchange, AllToAllExchange):
                 self._exchanged = AllToAllMetrics(exchange, by_table=self._per_slot)

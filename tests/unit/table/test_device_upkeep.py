@@ -18,8 +18,8 @@ from shoal.kernels.index import erase, probe
 from shoal.kernels.row_changes import Scan, expired_rows, pin_marks
 from shoal.kernels.rows import read_metadata
 from shoal.table.cpu.shard import CpuShard
-from shoal.table.cuda import eviction, index
-from shoal.table.cuda.eviction import Lives, scored_jobs
+from shoal.table.cuda import eviction_order, index
+from shoal.table.cuda.eviction_order import Lives, scored_jobs
 from shoal.table.cuda.shard import CudaShard
 from shoal.table.shard import StepContext
 from support.device_fill import DEVICE, LANE, Meta, fill, filled
@@ -80,16 +80,16 @@ def drawn(rng: random.Random, number: int, seconds: int, counts: int) -> list[Me
 def test_scans_take_twice_the_memory_of_their_tables_at_most(
     least: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eviction, "_ROWS_AT_LEAST", least)
+    monkeypatch.setattr(eviction_order, "_ROWS_AT_LEAST", least)
     rng = random.Random(seed)
     rooms = [1 << rng.randrange(8, 30) for _ in range(26)]
-    parts = eviction.scanned_together(rooms)
+    parts = eviction_order.scanned_together(rooms)
     assert sorted(index for part in parts for index in part) == list(range(26))
     for part in parts:
         own = [rooms[index] for index in part]
         assert len(own) * max(own) <= max(least, 2 * sum(own))
-    assert eviction.scanned_together([1000] * 26) == [list(range(26))]
-    assert eviction.scanned_together([]) == []
+    assert eviction_order.scanned_together([1000] * 26) == [list(range(26))]
+    assert eviction_order.scanned_together([]) == []
 
 
 @pytest.mark.parametrize("device", LANE)

@@ -21,7 +21,7 @@ from shoal.table import native
 from shoal.table.cuda.admission import AdmissionCounters
 from shoal.table.cuda.calls import CallShape, ShardTables, probed
 from shoal.table.cuda.counters import Counts
-from shoal.table.cuda.eviction import Lives, scanned_together, scored_jobs
+from shoal.table.cuda.eviction_order import Lives, scanned_together, scored_jobs
 from shoal.table.cuda.host_rows import RowsOnHost
 from shoal.table.cuda.memory import DeviceMemory
 from shoal.table.cuda.side_stream import Lease
