@@ -75,7 +75,9 @@ void bind_snapshot(nb::module_& m, nb::class_<Shard>& shard) {
            },
            Release())
       .def("read",
-           [](PySnapshot& s, const Addresses& to, int threads) { s->read(columns_at(to), threads); },
+           [](PySnapshot& s, const Addresses& to, int threads) {
+             s->read(columns_at(to), threads);
+           },
            Release())
       .def("deleted_count", [](PySnapshot& s, int t) { return s->deleted(t).size(); }, Release())
       .def("copy_deleted",

@@ -50,7 +50,8 @@ void KeptRows::visit(FairLock& lock, int table, std::uint64_t first, std::uint64
   images_->visit(lock, table, first, last, 0, visit);
   for (const Shared* source : sources()) {
     const auto own = [&](const PreImage& image, const char* weights, const char* state) {
-      if (stamped(image.version) && !earlier(image.clock, source->clock)) visit(image, weights, state);
+      if (!stamped(image.version) || earlier(image.clock, source->clock)) return;
+      visit(image, weights, state);
     };
     source->images->visit(lock, table, first, last, source->runs, own);
   }

@@ -256,7 +256,8 @@ MapCheck fill_offsets(const NumberLists& map, const Numbers& sizes, const Number
                     const std::size_t bytes = static_cast<std::size_t>(width) * element_bytes;
                     const char* from = value + static_cast<std::size_t>(element) * element_bytes;
                     for (; at < last; ++at) {
-                      copy_bytes(buffer + static_cast<std::size_t>(*at) * element_bytes, from, bytes);
+                      char* to = buffer + static_cast<std::size_t>(*at) * element_bytes;
+                      copy_bytes(to, from, bytes);
                     }
                   });
 }

@@ -28,8 +28,8 @@ std::int64_t scatter_flat(const std::vector<const T*>& rows, const NumberLists& 
 
 // A map of unique keys to where they lie in a buffer of `size` elements is four arrays of `sizes`
 // entries: positions, splits [dims + 1], offsets, offset splits [keys + 1]. Position p of
-// [splits[k], splits[k + 1]) names a key of width dims[k]; key u lies at offsets[offset_splits[u]] ..
-// offsets[offset_splits[u + 1] - 1]. `length` elements of values belong to the positions.
+// [splits[k], splits[k + 1]) names a key of width dims[k]; key u lies at offsets[offset_splits[u]]
+// .. offsets[offset_splits[u + 1] - 1]. `length` elements of values belong to the positions.
 // What is wrong with one, and where: a position for `position`, an index of the named array
 // otherwise. Nothing is read or written by a map with a fault.
 enum MapFault : int { none, splits, length, position, offset_splits, offset };

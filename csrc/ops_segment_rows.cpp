@@ -30,8 +30,8 @@ std::int64_t over_segments(const std::int64_t* offsets, std::int64_t segments, s
 }
 
 // Prefetches what a later segment reads: where segments read less than lies between them, the
-// hardware does not foresee it.
-void prefetch_bytes(const char* from, std::int64_t bytes) {
+// hardware does not foresee it. Forced inline: see prefetch.h.
+__attribute__((always_inline)) inline void prefetch_bytes(const char* from, std::int64_t bytes) {
   constexpr std::int64_t kMost = 2048;
   const std::int64_t most = std::min(bytes, kMost);
   for (std::int64_t at = 0; at < most; at += 64) __builtin_prefetch(from + at, 0, 3);

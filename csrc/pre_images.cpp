@@ -151,7 +151,8 @@ void PreImages::copy(const Claim& claim, int table, const RowView& view, const s
   char* to = claim.segment->block.data() + claim.at;
   auto* entry = reinterpret_cast<Entry*>(claim.segment->block.data() + segment_bytes_) - claim.entry;
   const std::uint32_t clock = clock_.load(std::memory_order_relaxed);
-  const auto ask = [&](std::uint32_t i) {
+  // Forced inline: see prefetch.h.
+  const auto ask = [&](std::uint32_t i) __attribute__((always_inline)) {
     const auto row = static_cast<std::uint32_t>(rows[i]);
     prefetch_row(weight_row(view, row), form.weights);
     prefetch_row(state_row(view, row), form.state);

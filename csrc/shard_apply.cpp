@@ -80,7 +80,9 @@ bool sums_surely_finite(const Shard& shard, const std::vector<GradArgs*>& record
       slices = std::max(slices, record.plan->pools[g].n_slices);
     }
     double factor = std::fabs(record.scale);
-    if (record.weights != nullptr) factor *= std::max(1.0, kernels().largest(record.weights, n, false));
+    if (record.weights != nullptr) {
+      factor *= std::max(1.0, kernels().largest(record.weights, n, false));
+    }
     total += most[r] * factor * static_cast<double>(n) * static_cast<double>(slices);
   }
   // A quarter: rounding may add to a sum as it grows.

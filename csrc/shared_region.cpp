@@ -48,13 +48,6 @@ std::size_t whole(std::size_t world, std::size_t slot_bytes) {
   return slots_at(world) + pairs(world) * kSlots * slot_bytes;
 }
 
-struct File {
-  int number;
-  ~File() {
-    if (number >= 0) close(number);
-  }
-};
-
 // Takes the memory now: a write to a page that a full file system cannot give kills the process.
 void reserve(int file, std::size_t bytes) {
   if (ftruncate(file, static_cast<off_t>(bytes)) != 0) throw SharedMemoryError("ftruncate", errno);
@@ -80,12 +73,13 @@ void SharedRegion::map(int file, std::size_t bytes) {
 std::shared_ptr<SharedRegion> SharedRegion::create(const std::string& name, std::uint64_t token,
                                                    int world_size, std::size_t slot_bytes) {
   const auto world = static_cast<std::size_t>(world_size);
-  const File file{shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600)};
-  if (file.number < 0) throw SharedMemoryError("shm_open", errno);
+  const Descriptor opened(shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600));
+  const int file = opened.number();
+  if (file < 0) throw SharedMemoryError("shm_open", errno);
   std::shared_ptr<SharedRegion> region(new SharedRegion());
   try {
-    reserve(file.number, whole(world, slot_bytes));
-    region->map(file.number, whole(world, slot_bytes));
+    reserve(file, whole(world, slot_bytes));
+    region->map(file, whole(world, slot_bytes));
   } catch (...) {
     unlink(name);
     throw;
@@ -104,13 +98,14 @@ std::shared_ptr<SharedRegion> SharedRegion::create(const std::string& name, std:
 }
 
 std::shared_ptr<SharedRegion> SharedRegion::open(const std::string& name, std::uint64_t token) {
-  const File file{shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0600)};
-  if (file.number < 0) throw SharedMemoryError("shm_open", errno);
+  const Descriptor opened(shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0600));
+  const int file = opened.number();
+  if (file < 0) throw SharedMemoryError("shm_open", errno);
   struct stat found{};
-  if (fstat(file.number, &found) != 0) throw SharedMemoryError("fstat", errno);
+  if (fstat(file, &found) != 0) throw SharedMemoryError("fstat", errno);
   std::shared_ptr<SharedRegion> region(new SharedRegion());
   if (static_cast<std::size_t>(found.st_size) < kPage) throw SharedMemoryError("size", EINVAL);
-  region->map(file.number, static_cast<std::size_t>(found.st_size));
+  region->map(file, static_cast<std::size_t>(found.st_size));
   const auto* header = reinterpret_cast<const Header*>(region->base_);
   if (header->magic.load(std::memory_order_acquire) != kMagic || header->token != token) {
     throw SharedMemoryError("token", EINVAL);
@@ -179,26 +174,19 @@ void SharedRegion::sleep(int rank, std::uint32_t heard, std::int64_t most_ns) co
 #endif
 }
 
-void Peers::forget() {
-  for (const Peer& peer : peers_) {
-    if (peer.file >= 0) close(peer.file);
-  }
-  peers_.clear();
-}
-
 void Peers::watch(int rank, int pid) {
   int file = -1;
 #if defined(__linux__) && defined(SYS_pidfd_open)
   file = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
 #endif
-  peers_.push_back(Peer{rank, pid, file});
+  peers_.push_back(Peer{rank, pid, Descriptor(file)});
 }
 
 bool Peers::gone(int rank) const {
   for (const Peer& peer : peers_) {
     if (peer.rank != rank) continue;
-    if (peer.file < 0) return kill(peer.pid, 0) != 0 && errno == ESRCH;
-    pollfd asked{peer.file, POLLIN, 0};
+    if (peer.file.number() < 0) return kill(peer.pid, 0) != 0 && errno == ESRCH;
+    pollfd asked{peer.file.number(), POLLIN, 0};
     return poll(&asked, 1, 0) == 1;
   }
   return false;

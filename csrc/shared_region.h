@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "descriptor.h"
+
 namespace shoal {
 
 // A call to the system failed: `code` is its errno.
@@ -90,18 +92,14 @@ class SharedRegion {
 // Tells whether other processes still run, also those whose parent has not yet asked about them.
 class Peers {
  public:
-  Peers() = default;
-  ~Peers() { forget(); }
-  Peers(const Peers&) = delete;
-  Peers& operator=(const Peers&) = delete;
-
   void watch(int rank, int pid);
   bool gone(int rank) const;
-  void forget();
+  void forget() { peers_.clear(); }
 
  private:
   struct Peer {
-    int rank, pid, file;
+    int rank, pid;
+    Descriptor file;  // none where the system has no such thing
   };
   std::vector<Peer> peers_;
 };

@@ -72,7 +72,8 @@ void copy_rows(const RowView& view, const std::uint32_t* rows, std::size_t start
   const std::size_t state = to.state == nullptr ? 0 : state_bytes(view);
   const bool streams = kPastCaches && to.state != nullptr && streamable(to.weights, weights) &&
                        streamable(to.state, state);
-  const auto ask = [&](std::size_t i) {
+  // Forced inline: see prefetch.h.
+  const auto ask = [&](std::size_t i) __attribute__((always_inline)) {
     const std::uint32_t row = rows[i];
     const BlockView& block = block_view(view, row);
     __builtin_prefetch(block.versions + std::size_t{row} * 4);

@@ -111,7 +111,8 @@ std::vector<std::int64_t> Snapshot::histogram(int t, int bits, int threads) {
     std::vector<std::uint32_t> counted(std::size_t{1} << most, 0);
     scan(t, 0, ~std::uint64_t{0}, threads, [&](const Entry* rows, std::size_t n) {
       for (std::size_t i = 0; i < n; ++i) {
-        std::atomic_ref(counted[bin_of(rows[i].hash, most)]).fetch_add(1, std::memory_order_relaxed);
+        std::atomic_ref<std::uint32_t> bin(counted[bin_of(rows[i].hash, most)]);
+        bin.fetch_add(1, std::memory_order_relaxed);
       }
     });
     fine = std::move(counted);

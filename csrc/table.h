@@ -38,7 +38,8 @@ struct TableSpec {
 struct TableFullError : std::runtime_error {
   TableFullError(const TableSpec& spec, std::int64_t kept, std::int64_t wanted)
       : std::runtime_error(std::to_string(kept) + " " + std::to_string(spec.capacity_rows) + " " +
-                           std::to_string(wanted) + " " + word_of(spec.on_full) + " " + spec.name) {}
+                           std::to_string(wanted) + " " + word_of(spec.on_full) + " " +
+                           spec.name) {}
 
  private:
   static const char* word_of(OnFull on_full) {
@@ -126,8 +127,9 @@ class Table {
     }
   }
   using StripeParts = std::array<std::size_t, (1U << Index::kPartitionBits) + 1>;
-  // Partitions items, stably, by the `bits` of the hash that choose a stripe, so that no two threads
-  // share one: each(visit) calls visit(id, item) for all, put(item, place) gets them. Where parts start.
+  // Partitions items, stably, by the `bits` of the hash that choose a stripe, so that no two
+  // threads share one: each(visit) calls visit(id, item) for all, put(item, place) gets them.
+  // Returns where parts start.
   template <class Each, class Put>
   StripeParts by_stripe(int bits, const Each& each, const Put& put) const {
     const std::size_t parts = std::size_t{1} << bits;
@@ -141,7 +143,7 @@ class Table {
     each([&](std::int64_t id, std::size_t item) { put(item, next[part_of(id)]++); });
     return starts;
   }
-  // Of one part.
+  // Enters rows of one part into the index.
   void index_rows(const std::int64_t* ids, const std::int32_t* rows, std::size_t n);
   void make_rows(const std::int64_t* ids, const std::int32_t* rows, std::int64_t n,
                  std::int64_t fresh);

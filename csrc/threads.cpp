@@ -185,53 +185,40 @@ void Pool::work(std::stop_token stop) {
   }
 }
 
-void FairLock::enter() {
+void FairLock::enter(bool alone) {
   inside_.fetch_add(1);
-  if (!broken()) return;
-  inside_.fetch_sub(1);
-  throw ForkedError();
-}
-
-void FairLock::lock() {
-  enter();
+  if (broken()) {
+    inside_.fetch_sub(1);
+    throw ForkedError();
+  }
   std::unique_lock guard(mutex_);
   const std::uint64_t ticket = next_++;
-  if (ticket != serving_ || readers_ > 0 || writer_) {
+  const auto ready = [&] {
+    return ticket == serving_ && !writer_ && (!alone || readers_ == 0);
+  };
+  if (!ready()) {
     ++waiting_;
-    turn_.wait(guard, [&] { return ticket == serving_ && readers_ == 0 && !writer_; });
+    turn_.wait(guard, ready);
     --waiting_;
   }
-  writer_ = true;
-}
-
-void FairLock::unlock() {
-  {
-    const std::lock_guard guard(mutex_);
-    writer_ = false;
+  if (alone) {
+    writer_ = true;
+  } else {
+    ++readers_;
     ++serving_;
     if (waiting_ > 0) turn_.notify_all();
   }
-  inside_.fetch_sub(1);
 }
 
-void FairLock::lock_shared() {
-  enter();
-  std::unique_lock guard(mutex_);
-  const std::uint64_t ticket = next_++;
-  if (ticket != serving_ || writer_) {
-    ++waiting_;
-    turn_.wait(guard, [&] { return ticket == serving_ && !writer_; });
-    --waiting_;
-  }
-  ++readers_;
-  ++serving_;
-  if (waiting_ > 0) turn_.notify_all();
-}
-
-void FairLock::unlock_shared() {
+void FairLock::leave(bool alone) {
   {
     const std::lock_guard guard(mutex_);
-    --readers_;
+    if (alone) {
+      writer_ = false;
+      ++serving_;
+    } else {
+      --readers_;
+    }
     if (readers_ == 0 && waiting_ > 0) turn_.notify_all();
   }
   inside_.fetch_sub(1);

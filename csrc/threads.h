@@ -70,14 +70,15 @@ void renew(Mutex& mutex) noexcept {
 // nor lookups starve. In a child that was forked while it was in use, it throws ForkedError.
 class FairLock {
  public:
-  void lock();
-  void unlock();
-  void lock_shared();
-  void unlock_shared();
+  void lock() { enter(true); }
+  void unlock() { leave(true); }
+  void lock_shared() { enter(false); }
+  void unlock_shared() { leave(false); }
   bool broken() const { return broken_.load(std::memory_order_relaxed); }
 
  private:
-  void enter();
+  void enter(bool alone);
+  void leave(bool alone);
 
   std::atomic<int> inside_{0};  // threads that wait for it or hold it
   std::atomic<bool> broken_{false};

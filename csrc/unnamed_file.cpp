@@ -17,27 +17,26 @@ namespace {
                            (errno == 0 ? "it ended early" : std::strerror(errno)));
 }
 
-}  // namespace
-
-UnnamedFile::UnnamedFile() {
+int opened() {
   const char* folder = std::getenv("TMPDIR");
   std::string path = folder == nullptr || *folder == '\0' ? "/tmp" : folder;
   path += "/shoal-XXXXXX";
-  fd_ = mkstemp(path.data());
-  if (fd_ < 0) refuse("cannot make");
+  const int file = mkstemp(path.data());
+  if (file < 0) refuse("cannot make");
   unlink(path.c_str());
-  fcntl(fd_, F_SETFD, FD_CLOEXEC);
+  fcntl(file, F_SETFD, FD_CLOEXEC);
+  return file;
 }
 
-UnnamedFile::~UnnamedFile() {
-  if (fd_ >= 0) close(fd_);
-}
+}  // namespace
+
+UnnamedFile::UnnamedFile() : file_(opened()) {}
 
 void UnnamedFile::write(const void* from, std::size_t bytes, std::uint64_t offset) const {
   const auto* at = static_cast<const char*>(from);
   while (bytes > 0) {
     errno = 0;
-    const ssize_t wrote = pwrite(fd_, at, bytes, static_cast<off_t>(offset));
+    const ssize_t wrote = pwrite(file_.number(), at, bytes, static_cast<off_t>(offset));
     if (wrote < 0 && errno == EINTR) continue;
     if (wrote <= 0) refuse("cannot write");
     at += wrote;
@@ -50,7 +49,7 @@ void UnnamedFile::read(void* to, std::size_t bytes, std::uint64_t offset) const 
   auto* at = static_cast<char*>(to);
   while (bytes > 0) {
     errno = 0;
-    const ssize_t got = pread(fd_, at, bytes, static_cast<off_t>(offset));
+    const ssize_t got = pread(file_.number(), at, bytes, static_cast<off_t>(offset));
     if (got < 0 && errno == EINTR) continue;
     if (got <= 0) refuse("cannot read");
     at += got;
