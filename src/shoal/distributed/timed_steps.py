@@ -170,11 +170,11 @@ def predicted(
 
 
 _TURNS = 2
-_FITTED = ("step_s", "table_s", "slice_s", "occurrence_s")
+_FITTED = ("step_s", "table_s", "slice_s", "occurrence_s", "replica_s")
 
 
 def fitted(mesh: Mesh, topology: Topology, *, quick: bool = False) -> Topology:
-    """A measured topology, with what whole steps cost besides: fixed, by table, slice and id.
+    """A measured topology, with what whole steps cost besides: fixed, by table, slice, id, replica.
 
     A collective call of all ranks of a job; steps of some tables are timed that differ in the
     number of tables, column slices, ids and columns. One rank times the path of several.

@@ -107,6 +107,7 @@ def lines_of(rates: Rates) -> list[str]:
     steps = {
         "id": rates.id_s, "occurrence": rates.occurrence_s,
         "table": rates.table_s, "slice": rates.slice_s, "step": rates.step_s,
+        "replicated byte": rates.replica_s,
         "collective": rates.intra_latency_s,
     }  # fmt: skip
     curves = (("rows read", rates.gather), ("rows updated", rates.update))

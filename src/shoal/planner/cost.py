@@ -127,6 +127,7 @@ class CostModel:
         # CPUs look for NaN in what has arrived; gradients for all ranks are repeated for each.
         passes = (topology.device == "cpu") + 2 * copied
         grads_s = self._network(received * grad) + passes * received * grad / rates.copy
+        grads_s += copied * received * grad * rates.replica_s
         stepped = touched + rates.repeat * (received - touched)
         update_s = stepped * 2 * row_seconds(rates.update, whole)
         if work.replicas > 1:  # rows touched in any group are brought together, then stepped alike

@@ -132,6 +132,7 @@ class Rates:
         table_s: seconds of every rank for each table that its batch looks up.
         slice_s: seconds of a rank for each table slice it holds, whatever its size.
         step_s: seconds of a step that no plan changes.
+        replica_s: seconds of a byte of gradients for a table that every rank holds, besides.
         reduce: values that ranks add up (all-reduce); 0: half of what the links carry.
 
     Raises:
@@ -153,6 +154,7 @@ class Rates:
     repeat: float
     table_s: float = 0.0
     step_s: float = 0.0
+    replica_s: float = 0.0
     reduce: float = 0.0
 
     def __post_init__(self) -> None:
