@@ -1,4 +1,4 @@
-// Copies of rows that somebody else takes, a GPU's, as shoal.table.row_images keeps them.
+// Copies of rows that somebody else takes, a GPU's, as shoal.table.cuda.snapshot_rows keeps them.
 #include "bind.h"
 
 #include <nanobind/stl/optional.h>

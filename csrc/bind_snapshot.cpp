@@ -1,4 +1,4 @@
-// Rows as they were at a snapshot point, as shoal.table.cpu_snapshot reads them.
+// Rows as they were at a snapshot point, as shoal.table.cpu.snapshot reads them.
 #include "bind.h"
 
 #include <nanobind/stl/optional.h>
@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <stdexcept>
 #include <tuple>
 
 #include "background.h"
@@ -20,8 +21,8 @@ namespace nb = nanobind;
 namespace shoal {
 namespace {
 
-// Closed with its Python object at the latest; it keeps the shard alive until then. One call at a
-// time, and none but close() once closed: shoal.table.cpu.snapshot sees to it.
+// Closed with its Python object at the latest; it keeps the shard alive until then. The locks of
+// shoal.table.shard.Snapshot keep close() apart from all other calls, and reads from each other.
 struct PySnapshot {
   std::shared_ptr<Shard> owner;
   std::shared_ptr<Snapshot> snapshot;
@@ -31,7 +32,10 @@ struct PySnapshot {
   void close() {
     if (const std::shared_ptr<Snapshot> closed = std::move(snapshot)) owner->close(*closed);
   }
-  Snapshot* operator->() const { return snapshot.get(); }
+  Snapshot* operator->() const {
+    if (!snapshot) throw std::logic_error("a closed snapshot was read");
+    return snapshot.get();
+  }
 };
 
 using Where = std::pair<std::int64_t, std::uint32_t>;

@@ -140,7 +140,7 @@ def bench_page() -> str:
 def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
-    return "" if value is None else str(value).replace("|", "\\|")
+    return "-" if value is None else str(value).replace("|", "\\|")
 
 
 def sources() -> Iterator[Path]:

@@ -219,7 +219,8 @@ class DistributedModelParallel(nn.Module):
             of rank.
         wire: precision of rows and gradients between ranks; None sends them as they are, but
             gradients as float16 where MONOLITH_WITH_BYTEPS_BWD_CAST=16 says so under BytePS.
-        dense: "ddp" keeps the dense part whole on every rank; "fsdp2" splits it
+        dense: "ddp" keeps the dense part whole on every rank, and a parameter's `grad` is a part of
+            a bucket that the next backward overwrites: clone what you keep; "fsdp2" splits it
             (`torch.distributed.fsdp.fully_shard`), whose gradients torch's `GradScaler` does not
             take in one optimizer with tables: scale none (bfloat16), or step both sides apart.
         exchange_path: what carries ids, rows and flags; see `Mesh.collectives`.
@@ -240,6 +241,7 @@ class DistributedModelParallel(nn.Module):
             that does not go with the device or with `dense`.
         DeviceUnavailable: on every rank, if one has no compiler.
         TicketError: a lookup or a gradient of the tables is open.
+        CollectiveFailed: a rank is gone, or did not come in time.
     """
 
     def __init__(

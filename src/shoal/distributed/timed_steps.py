@@ -181,7 +181,7 @@ def fitted(mesh: Mesh, topology: Topology, *, quick: bool = False) -> Topology:
 
     quick: small tables and few steps, which show that it runs.
     """
-    # Rows and examples: more than caches hold, and little of either, where calls are what counts.
+    # Rows and examples: more than caches hold; and so few that calls take most of the time.
     large, few = (100_000, 2048), (100, 8)
     if mesh.device.type == "cuda":
         # Behind enough to do a GPU hides what the host does.

@@ -401,20 +401,20 @@ class RowsOverRanks:
         """Ids and values to their owners; what came here, and the context with the latest time."""
         collectives, plan = self._collectives, self._plan
         collectives.step = ctx.global_step
-        told = partial(agree, collectives, _METHODS, method)
+        agreed = partial(agree, collectives, _METHODS, method)
         try:
             ready = check_call(method, groups, values, counts_N, ctx, self.specs, self.device)
         except ShoalError as error:
             none_WX = torch.zeros(
                 plan.world_size, len(plan.tables), dtype=torch.int64, device="cpu"
             )
-            told(none_WX, time_s=0, sets=-1, wrong=error)  # raises it, once the others know
+            agreed(none_WX, time_s=0, sets=-1, wrong=error)  # raises it, once the others know
             raise
         counted_N = torch.zeros_like(groups.ids_N) if counts_N is None else counts_N
         packed = pack(plan, groups, counted_N, self.specs, to_all=to_all)
         sizes_WX = torch.cat([buffer.sizes_WK for buffer in packed.outgoing.buffers], dim=1)
         own_sets = len(values) if groups.ids_N.numel() else -1
-        sizes, time_s, sets = told(sizes_WX, time_s=ctx.event_time_s, sets=own_sets)
+        sizes, time_s, sets = agreed(sizes_WX, time_s=ctx.event_time_s, sets=own_sets)
         if not groups.ids_N.numel():
             ready = [()] * max(sets, min(len(values), 1))
         transfer = Transfer(packed.outgoing, sizes, time_s)

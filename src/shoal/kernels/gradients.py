@@ -493,10 +493,11 @@ def _pool_words(groups: Sequence[PooledGroup]) -> _PoolWords:
 
 def flatten_slices(group: PooledGroup, grads: Sequence[Tensor]) -> Tensor:
     """Gradient of a group's whole rows per bag: [B, D], or [B, length * D] for first_n."""
-    lanes, slices = group.pool.lanes, sorted(group.pool.slices, key=lambda part: part.start)
-    edges = [part.start for part in slices], [part.stop for part in slices]
+    lanes, slices = group.pool.lanes, group.pool.slices
+    in_row = sorted(slices, key=lambda part: part.start)
+    edges = [part.start for part in in_row], [part.stop for part in in_row]
     if lanes == 1 and [*edges[0], group.dim] == [0, *edges[1]]:  # no gap, no overlap
-        spans = ((part.output, part.column, part.column + part.width) for part in slices)
+        spans = ((part.output, part.column, part.column + part.width) for part in in_row)
         return torch.cat([grads[output][:, first:last] for output, first, last in spans], dim=1)
     like = grads[slices[0].output]
     flat_BLD = like.new_zeros(like.shape[0], lanes, group.dim)

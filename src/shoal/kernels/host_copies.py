@@ -39,34 +39,34 @@ def retire(*tensors: Tensor) -> None:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
-class Landing(NamedTuple):
+class HostCopy(NamedTuple):
     """A copy on its way to the host, and the event after which it is there; None: it is."""
 
     host: Tensor
-    arrived: torch.cuda.Event | None
+    event: torch.cuda.Event | None
 
-    def here(self, *, wait: bool) -> bool:
+    def arrived(self, *, wait: bool) -> bool:
         """Whether it has arrived; with `wait`, it has."""
-        if self.arrived is None:
+        if self.event is None:
             return True
         if wait:
-            self.arrived.synchronize()
-        return wait or bool(self.arrived.query())  # type: ignore[no-untyped-call]
+            self.event.synchronize()
+        return wait or bool(self.event.query())  # type: ignore[no-untyped-call]
 
 
-def landing(tensor: Tensor, into: Tensor | None = None) -> Landing:
+def copy_to_host(tensor: Tensor, into: Tensor | None = None) -> HostCopy:
     """Start to copy what a tensor holds to the host; nobody waits.
 
     into: pinned memory for it; None: further memory.
     """
     if tensor.device.type != "cuda":
-        return Landing(tensor.clone(), None)
+        return HostCopy(tensor.clone(), None)
     if into is None:
         into = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
     into.copy_(tensor, non_blocking=True)
-    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    arrived.record(torch.cuda.current_stream(tensor.device))
-    return Landing(into, arrived)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(tensor.device))
+    return HostCopy(into, event)
 
 
 class _Ring:

@@ -47,6 +47,7 @@ class Scale:
 
 
 # A call takes the host a tenth of a millisecond, which has to be little next to what it does.
+_BYTES_AN_ID = 8 << 10  # of rows, gradients and what a lookup returns, at the largest width
 ON_GPU = Scale(rows=1 << 22, ids=1 << 21, copied_bytes=1 << 29, sent_bytes=1 << 26)
 QUICK = Scale(rows=5_000, ids=1_024, copied_bytes=1 << 20, sent_bytes=1 << 18, repeats=3)
 
@@ -65,7 +66,7 @@ def measure(mesh: Mesh, *, scale: Scale | None = None) -> Topology:
     device = mesh.device
     kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
     if scale is None:
-        scale = ON_GPU if kind == "cuda" else Scale()
+        scale = _fitting(ON_GPU, device) if kind == "cuda" else Scale()
     known = ASSUMED[kind]
     rates = replace(
         known,
@@ -78,6 +79,14 @@ def measure(mesh: Mesh, *, scale: Scale | None = None) -> Topology:
         rates = _links(mesh, rates, scale)
     here = from_environment(str(device))
     return replace(here, rates=rates, notes=())
+
+
+def _fitting(scale: Scale, device: torch.device) -> Scale:
+    """The scale, or a smaller one that fits the free memory of a GPU."""
+    free = torch.cuda.mem_get_info(device)[0]
+    while scale.ids > 1 << 16 and scale.ids * _BYTES_AN_ID > free:
+        scale = replace(scale, rows=scale.rows // 2, ids=scale.ids // 2)
+    return scale
 
 
 def best(run: Callable[[], object], device: torch.device, repeats: int) -> float:
@@ -183,7 +192,7 @@ def _row_seconds(device: torch.device, dim: int, scale: Scale) -> list[float]:
     shard.assign(groups(every), [torch.ones(rows, dim, device=device)], ctx=ctx)
     order = torch.randperm(rows, generator=generator, device="cpu")
     whole = [every[some] for some in torch.split(order, scale.ids) if len(some) == scale.ids]
-    # Made before the clock runs: what a step's ids cost until they arrive is in other rates.
+    # Made before the clock runs: other rates have what it takes to bring ids to their owner.
     batches = {copies: [groups(some, copies) for some in whole] for copies in (1, 2)}
     grads = (torch.full((scale.ids, dim), 0.01, device=device),)
     looked_up: list[Any] = []

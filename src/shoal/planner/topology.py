@@ -27,7 +27,7 @@ _QUANTITY = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*(?:([kMGTP]i?)?B(/s|/ms)?)
 _LEAST_BANDWIDTH, _MOST_BANDWIDTH = 1e6, 1e15  # bytes a second: a slow disk, and no machine at all
 _MOST_BYTES = 1 << 60
 _DEVICE_BYTES = 80 * 10**9
-_FORMAT = "shoal-topology 3"
+_FORMAT = "shoal-topology 4"
 
 
 def parse_bytes(what: str, value: object) -> int:

@@ -112,10 +112,14 @@ def test_timed_steps_tell_what_each_thing_costs(
 
 
 def test_nothing_takes_less_than_no_time() -> None:
-    matrix = torch.tensor([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
-    assert timed_steps.least_squares(matrix, torch.tensor([3.0, 5.0, 7.0])) == pytest.approx([1, 2])
+    matrix = torch.tensor([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]], dtype=torch.float64)
+    assert timed_steps.least_squares(
+        matrix, matrix @ torch.tensor([1.0, 2.0]).double()
+    ) == pytest.approx([1, 2])
     # Best would be 4 - x: then what is left is the mean.
-    assert timed_steps.least_squares(matrix, torch.tensor([3.0, 2.0, 1.0])) == pytest.approx([2, 0])
+    assert timed_steps.least_squares(
+        matrix, torch.tensor([3.0, 2.0, 1.0]).double()
+    ) == pytest.approx([2, 0])
     assert timed_steps.least_squares(matrix, -matrix[:, 0]) == [0, 0]
 
 

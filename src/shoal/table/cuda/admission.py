@@ -10,7 +10,7 @@ from torch import Tensor
 from shoal.ids import salt, to_signed
 from shoal.kernels import admission
 from shoal.kernels.admission import SIDE_CELLS, move_counters
-from shoal.kernels.host_copies import Landing, landing, retire, sent
+from shoal.kernels.host_copies import HostCopy, copy_to_host, retire, sent
 from shoal.kernels.tables import EMPTY_KEY, ERASED_KEY, CallGroups
 from shoal.rules.admission import Admission
 from shoal.rules.expiry import BySlot
@@ -95,7 +95,7 @@ class AdmissionCounters:
             max((self._rules[table].sketch_depth for table in self._sketches), default=0),
         )
         # Tallies on their way to the host, and the ids handed in to each table since.
-        self._report: tuple[Landing, dict[int, int]] | None = None
+        self._report: tuple[HostCopy, dict[int, int]] | None = None
         # Reports follow one another in the stream, so they may land in one place.
         self._landing_KC = torch.zeros(
             len(tables), 2, dtype=torch.int64, pin_memory=self._device.type == "cuda", device="cpu"
@@ -261,11 +261,11 @@ class AdmissionCounters:
     def _ask(self) -> None:
         """Send tallies to the host, unless some are on their way."""
         if self._report is None:
-            self._report = landing(self._tables.tallies_KC, self._landing_KC), {}
+            self._report = copy_to_host(self._tables.tallies_KC, self._landing_KC), {}
 
     def _hear(self) -> None:
         """Tighten the bounds by tallies that have arrived."""
-        if self._report is None or not self._report[0].here(wait=False):
+        if self._report is None or not self._report[0].arrived(wait=False):
             return
         tallies, since = self._report
         for table, exact in self._exact.items():

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal import _core
-from shoal.kernels.host_copies import Landing, landing, retire
+from shoal.kernels.host_copies import HostCopy, copy_to_host, retire
 from shoal.kernels.row_changes import LOG_WORDS, log_deleted
 from shoal.kernels.tables import ShardLayout
 from shoal.table import native
@@ -46,7 +46,7 @@ class DeviceDeletions:
         self._buffer_L: Tensor | None = None
         self._room = 0
         self._erased_before = 0  # rows erased, at least, when the buffer was last empty
-        self._flying: deque[tuple[Landing, int]] = deque()  # and the records that there may be
+        self._flying: deque[tuple[HostCopy, int]] = deque()  # and the records that there may be
 
     @property
     def open(self) -> bool:
@@ -154,7 +154,7 @@ class DeviceDeletions:
         if buffer_L is None or used <= 0:
             return
         filled_L = buffer_L[: 1 + LOG_WORDS * used]
-        self._flying.append((landing(filled_L), used))
+        self._flying.append((copy_to_host(filled_L), used))
         buffer_L[:1].zero_()
 
     def drain(self) -> None:
@@ -167,7 +167,7 @@ class DeviceDeletions:
         """Log what has arrived, and wait until no more than so many buffers are on their way."""
         while self._flying:
             sent, room = self._flying[0]
-            if not sent.here(wait=len(self._flying) > but):
+            if not sent.arrived(wait=len(self._flying) > but):
                 return
             self._flying.popleft()
             words_L = sent.host.numpy()

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.kernels.host_copies import Landing, landing, sent
+from shoal.kernels.host_copies import HostCopy, copy_to_host, sent
 from shoal.kernels.row_changes import SPAN_ROWS, SPAN_WORDS
 from shoal.kernels.rows import (
     read_ids,
@@ -101,14 +101,14 @@ def gathered_rows(
     state = torch.empty(rows, form.state_width, dtype=form.real, device="cpu")
     metadata = torch.empty(4, rows, dtype=torch.int64, device="cpu")
 
-    def take(piece: slice, parts: list[Landing]) -> None:
+    def take(piece: slice, parts: list[HostCopy]) -> None:
         for part in parts:
-            part.here(wait=True)
+            part.arrived(wait=True)
         weights[piece], state[piece], metadata[:, piece] = (part.host for part in parts)
 
-    before: tuple[slice, list[Landing]] | None = None
+    before: tuple[slice, list[HostCopy]] | None = None
     for piece in _pieces(form, rows):
-        parts = [landing(part) for part in gather(piece)]
+        parts = [copy_to_host(part) for part in gather(piece)]
         if before is not None:
             take(*before)
         before = piece, parts

@@ -486,8 +486,7 @@ class DeviceMemory:
     ) -> None:
         """Put tables in the place of those of their numbers, and have kernels see it.
 
-        lines: `_lines_with` them, and the same where the device takes it from: with these, nothing
-        is allocated.
+        lines: `_lines_with` them, and a copy that the device can read: then nothing is allocated.
 
         Raises:
             torch.OutOfMemoryError: nothing has changed.

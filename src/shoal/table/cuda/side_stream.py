@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -76,6 +77,24 @@ class _Size:
     pool: list[_Recorded] = field(default_factory=list)
 
 
+# Streams of a device that torch gives out in turn.
+_POOL = 32
+_SIDES: weakref.WeakSet[SideStream] = weakref.WeakSet()
+
+
+def reader_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream for who reads a shard next to its steps: none on which a `SideStream` may record.
+
+    What another thread does on a stream that is recorded, freeing memory too, ends the process.
+    """
+    taken = {side.number for side in tuple(_SIDES)}
+    for _ in range(_POOL):
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        if stream.cuda_stream not in taken:
+            break
+    return stream
+
+
 class SideStream:
     """A stream parallel to the shard's, for work that only the step needs; none when interpreted.
 
@@ -88,6 +107,12 @@ class SideStream:
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._begin = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         self._sizes: dict[int, _Size] = {}
+        _SIDES.add(self)
+
+    @property
+    def number(self) -> int:
+        """Of the stream; 0 when interpreted."""
+        return 0 if self._stream is None else self._stream.cuda_stream
 
     def start(
         self,

@@ -34,6 +34,7 @@ from shoal.table import native, rows
 from shoal.table.cuda.calls import ShardTables
 from shoal.table.cuda.counters import Counts
 from shoal.table.cuda.export import Span, blocks_of_spans
+from shoal.table.cuda.side_stream import reader_stream
 from shoal.table.shard import SnapshotStats
 from shoal.table.spec import TableSpec
 from shoal.table.values import RowChunk
@@ -74,7 +75,7 @@ _LANDING_BYTES = 8 << 20
 
 class Stamps:
     """Which rows are unchanged since a snapshot point that they belong to, for all open snapshots:
-    such a row bears its version; see `kernels.history`.
+    such a row bears its version; see `kernels.row_changes`.
 
     That is enough for any number of points. A row that is unchanged since one of them is unchanged
     since all later ones, and belongs to those in whose span its version is.
@@ -394,7 +395,7 @@ class DeviceImages:
 
         Args:
             layout: the shard's, now.
-            handles_M, size_1, payload_H: as `kernels.history.keep_rows` takes them.
+            handles_M, size_1, payload_H: as `kernels.row_changes.keep_rows` takes them.
             forms: row forms that the rows have; None: any.
         """
         m = handles_M.numel()
@@ -517,9 +518,7 @@ class DeviceImages:
             self._add(records_L, places_R, 0)
             return
         if self._copies is None:
-            # Of another pool than streams on which steps record graphs: pools are used in turn, and
-            # memory that is freed on a stream while another thread records it ends the process.
-            self._copies = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+            self._copies = reader_stream(self._device)
         staged.launched.synchronize()
         with torch.cuda.stream(self._copies):
             self._bring(words_L, staged.room)
@@ -546,7 +545,7 @@ class DeviceImages:
             at = stop
 
     def _add(self, records_L: NDArray[np.int64], places_R: NDArray[np.int64], first: int) -> None:
-        """Add records as `kernels.history` writes them; waits while the file is behind.
+        """Add records as `kernels.row_changes` writes them; waits while the file is behind.
 
         Args:
             records_L: words of whole records, the first of which is word `first` of all.

@@ -28,6 +28,7 @@ from shoal.table.cuda.deletions import RECORD, DeviceDeletions, Records
 from shoal.table.cuda.export import Span, blocks_of_spans, gathered_rows
 from shoal.table.cuda.host_rows import RowsOnHost
 from shoal.table.cuda.memory import DeviceMemory
+from shoal.table.cuda.side_stream import reader_stream
 from shoal.table.cuda.snapshot_rows import DeviceImages, Mark, SnapshotRows, chosen, joined_by_hash
 from shoal.table.cuda.turns import Turns
 from shoal.table.shard import HASHES, Snapshot, SnapshotStats
@@ -307,7 +308,7 @@ class CudaSnapshot(Snapshot):
         self._gone = tuple(deleted)
         self.images, self._rows = images, rows
         on_gpu = device.type == "cuda"
-        self._side = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._side = reader_stream(device) if on_gpu else None
         self._table = -1
         self._order: tuple[Tensor, Tensor] | None = None
         self._tick = 0
