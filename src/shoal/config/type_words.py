@@ -122,9 +122,5 @@ def of_type(value: Any, hint: Any, what: str) -> Any:
     except ValidationError as error:
         place, wrong = place_of(error.errors()[0], value)
         key, of, owner = what.partition(" of ")
-        raise ConfigError(
-            f"{key}{place}{of}{owner}",
-            got=shown(wrong),
-            allowed=allowed_by(error.errors()),
-            remedy="Change the setting.",
-        ) from error
+        what, allowed = f"{key}{place}{of}{owner}", allowed_by(error.errors())
+        raise ConfigError(what, shown(wrong), allowed, "Change the setting.") from error
