@@ -152,15 +152,13 @@ def _convert(value: Any, hint: Any, what: str) -> Any:
     options = tuple(option for option in given if option is not types.NoneType)
     alone = len(options) == 1 and value is not None
     is_name = isinstance(value, str) and value[:1].isalpha()  # no number, but perhaps a wrong kind
-    built = is_dataclass(value)
     for option in options:
         registry, mapped = _INSIDE.get(option, {}), isinstance(value, Mapping)
-        if registry and (mapped or is_name or (alone and not built)):
+        if registry and (mapped or is_name or (alone and not is_dataclass(value))):
             return build(value, registry)
         if isinstance(option, type) and is_dataclass(option) and (mapped or alone):
             return build_record(value, option, what)
-    if isinstance(value, Mapping):
-        value = tuple(sorted(value.items()))
+    value = tuple(sorted(value.items())) if isinstance(value, Mapping) else value
     return of_type(value, hint, what)
 
 
@@ -231,9 +229,7 @@ def _features(value: Any) -> FeatureSet:
     if isinstance(value, FeatureSet):
         return value
     if not isinstance(value, Mapping):
-        raise ConfigError(
-            "features", got=repr(value), allowed="name: {kind: ...}", remedy="Name each feature."
-        )
+        raise ConfigError("features", repr(value), "name: {kind: ...}", "Name each feature.")
     made: list[FeatureSpec] = []
     for name, settings in value.items():
         if isinstance(settings, Mapping) and settings.get("kind") == "group":

@@ -114,8 +114,7 @@ def of_type(value: Any, hint: Any, what: str) -> Any:
         ConfigError: it has another.
     """
     if is_bool_for_number(value, hint):
-        allowed = "a number"
-        raise ConfigError(what, got=repr(value), allowed=allowed, remedy="Change the setting.")
+        raise ConfigError(what, repr(value), "a number", "Change the setting.")
     try:
         adapter = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
         return adapter.validate_python(value)

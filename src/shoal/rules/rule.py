@@ -103,8 +103,7 @@ class Checked:
 
     def __post_init__(self) -> None:
         for name, allowed in _fields(type(self)):  # type: ignore[arg-type]
-            value = getattr(self, name)
-            check(self, name, value, allowed)
+            check(self, name, value := getattr(self, name), allowed)
             if isinstance(value, np.integer):
                 object.__setattr__(self, name, int(value))  # numpy's do not fit everywhere
 

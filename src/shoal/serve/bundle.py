@@ -121,8 +121,7 @@ class Bundle:
     def parts(self) -> ModelParts:
         """The specs of its tables and its dense module, built without the data of the run."""
         own, given = self.signature, source_inputs(self.config.data.source)
-        ids = (one for one in own.inputs if one.name in own.features)
-        lists = frozenset(one.name for one in ids if len(one.shape) > 1)
+        lists = frozenset(i.name for i in own.inputs if i.name in own.features and i.shape[1:])
         source = replace(given, features=own.features, lists=lists, num_dense=own.num_dense)
         return build_parts(self.config, source=source)
 

@@ -167,12 +167,10 @@ def _place(environ: Mapping[str, str]) -> tuple[int, int, int]:
     else:
         launched = detect(environ)
         if launched.launcher == "single":
-            raise LaunchError(
-                "rank and size of the node's environment",
-                got="no OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE",
-                allowed="a process started by mpirun, torchrun or srun",
-                remedy="Start it with mpirun -n <ranks>.",
-            )
+            what = "rank and size of the node's environment"
+            got = "no OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE"
+            allowed = "a process started by mpirun, torchrun or srun"
+            raise LaunchError(what, got, allowed, "Start it with mpirun -n <ranks>.")
         rank, size, local_size = launched.rank, launched.world_size, launched.local_world_size
     local_size = whole(environ, "BYTEPS_LOCAL_SIZE", local_size or 0)
     if local_size < 1:
