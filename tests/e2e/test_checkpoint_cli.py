@@ -22,6 +22,7 @@ from shoal.checkpoint.formats import parquet
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.row_files import RowLayout
 from shoal.checkpoint.storage import Storage
+from shoal.checkpoint.store import locate
 from shoal.cli import app, ckpt_rows
 from shoal.table.facade import Table
 from shoal.table.hosting import HostedTables
@@ -137,12 +138,19 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path):
     assert "interrupted save" in refused("inspect", tmp_path)
 
 
-def test_a_run_folder_means_its_newest_checkpoint(tmp_path: Path):
+@pytest.mark.parametrize(("model", "other"), [(12, 10), (10, 12)])
+def test_a_run_folder_means_its_newest_checkpoint(tmp_path: Path, model: int, other: int):
     (tmp_path / "config.yaml").write_text("name: x\n")
-    full(tmp_path / "checkpoints", step=10)
-    full(tmp_path / "model", step=12)
+    full(tmp_path / "checkpoints", step=other)
+    full(tmp_path / "model", step=model)
     _, out, _ = invoke("inspect", tmp_path, "--json")
     assert json.loads(out)["step"] == 12
+
+
+def test_of_one_step_a_run_folder_means_its_trained_model(tmp_path: Path):
+    for name in ("checkpoints", "model"):
+        full(tmp_path / name, step=10)
+    assert locate(tmp_path)[0].url == CheckpointStore(tmp_path / "model").url
 
 
 # --- verify

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -60,7 +60,7 @@ class ChainFile:
     number: int
     link: Link
     saved: SavedFile
-    _index: list[tuple[int, int, int, int]] | None = None
+    _index: list[tuple[int, int, int, int]] | None = field(init=False, default=None)
     """Number, table, first and last sort key of each record batch."""
 
     def rows(

@@ -73,7 +73,7 @@ def load(
     was. Tables are at the checkpoint's version then: the next delta may be relative to it.
 
     Args:
-        url: a checkpoint's folder, or the folder of a store: the newest in it.
+        url: a checkpoint's folder, that of a store, or a run's folder: the newest in it.
         contents: what to fill; its tables are empty. `state` and `rank_state` are not read.
         options: subset, renames and waivers.
         collectives: all ranks of the job, which all call this; None: this one alone.

@@ -74,7 +74,7 @@ def verify(url: str | Path, *, chain: bool = True, rows: bool = True) -> Report:
     hash, lie in their file's range, and add up to what the manifest counts.
 
     Args:
-        url: a checkpoint's folder, or that of a store: its newest checkpoint.
+        url: a checkpoint's folder, that of a store, or a run's folder: its newest checkpoint.
         chain: of a delta, look at all it is made of.
         rows: look into row files and files of ids; False: sizes and checksums only.
 
@@ -258,7 +258,7 @@ def diff(a: str | Path, b: str | Path, *, tables: Collection[str] | None = None)
     with them.
 
     Args:
-        a, b: a checkpoint's folder, or that of a store: its newest checkpoint.
+        a, b: a checkpoint's folder, that of a store, or a run's folder: its newest checkpoint.
         tables: keys of the tables to look at; None: all.
 
     Raises:

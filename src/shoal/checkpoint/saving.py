@@ -188,7 +188,7 @@ class Saving:
 
     def _run(self, concurrent: bool) -> None:
         try:
-            self._manifest = self.run(concurrent=concurrent)
+            self._manifest = self._write_all(concurrent)
         except CheckpointError as error:
             self._failure = error
         except Exception as error:  # noqa: BLE001 - raised where it is waited for
@@ -204,7 +204,7 @@ class Saving:
                 one.release(keep=self._manifest is None)
             self._done.set()
 
-    def run(self, *, concurrent: bool = False) -> Manifest:
+    def _write_all(self, concurrent: bool) -> Manifest:
         """Write everything; the manifest last, when all that it names is durable on all ranks.
 
         Args:

@@ -8,11 +8,11 @@ import mmap
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import pyarrow as pa
 
@@ -64,17 +64,17 @@ class DurableFile:
             CheckpointError: no space, or the device failed; the file is removed then, or does not
                 count.
         """
-        self._end("commit")
+        self._end(lambda sink: sink.commit())
 
     def abort(self) -> None:
         """Remove it. Does nothing to a closed file."""
-        self._end("discard")
+        self._end(lambda sink: sink.discard())
 
-    def _end(self, how: Literal["commit", "discard"]) -> None:
+    def _end(self, how: Callable[[_Sink], None]) -> None:
         sink, self._sink = self._sink, None
         if sink is not None:
             with storage_errors(self._where):
-                getattr(sink, how)()
+                how(sink)
 
     @property
     def closed(self) -> bool:

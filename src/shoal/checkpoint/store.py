@@ -324,7 +324,7 @@ class CheckpointStore:
 
 
 def locate(url: str | Path) -> tuple[CheckpointStore, str]:
-    """A checkpoint by its own folder, or the newest one of a folder of them, or of a run's.
+    """A checkpoint by its own folder, or the newest one of a folder of them, or of a run's folder.
 
     Returns:
         the store that it lies in, and its name there.
@@ -335,16 +335,21 @@ def locate(url: str | Path) -> tuple[CheckpointStore, str]:
     storage = Storage(url)
     if storage.exists(MANIFEST):
         return CheckpointStore(storage.parent()), storage.name
-    # Below a run's folder, also where early ones had the trained model.
-    for folder in (storage, storage.child("model"), storage.child("checkpoints")):
-        store = CheckpointStore(folder)
-        if (newest := store.latest()) is not None:
-            return store, newest.name
+    store = CheckpointStore(storage)
+    if (newest := store.latest()) is not None:
+        return store, newest.name
+    # Below a run's folder; early ones had the trained model apart, which goes before its equal.
+    below = [CheckpointStore(storage.child(name)) for name in ("model", "checkpoints")]
+    found = [(one, newest) for one in below if (newest := one.latest()) is not None]
+    if found:
+        store, newest = max(found, key=lambda pair: pair[1].step)
+        return store, newest.name
     raise CheckpointError(
         "checkpoint",
         got=f"{storage.url}, which neither is one nor holds one",
-        allowed="the folder of a finished save, or the folder of those",
-        remedy="Check the path; an interrupted save leaves no checkpoint.",
+        allowed="the folder of a finished save, the folder of those, or a run's folder",
+        remedy="Check the path; an interrupted save leaves no checkpoint, and those of a run with "
+        "checkpoint.dir are there.",
     )
 
 

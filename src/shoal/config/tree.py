@@ -87,12 +87,8 @@ def build(value: Any, registry: Registry) -> Any:
                 f" A table's {what} replaces that of tables.default as a whole: write"
                 f" {{kind: {of_table.default.kind}, {own}}}, say."
             )
-        raise ConfigError(
-            what,
-            got=repr(value),
-            allowed=f"a name, or {{kind: name, ...}}, of {', '.join(sorted(registry))}",
-            remedy=remedy,
-        )
+        allowed = f"a name, or {{kind: name, ...}}, of {', '.join(sorted(registry))}"
+        raise ConfigError(what, repr(value), allowed, remedy)
     kind = str(settings["kind"])
     if kind not in registry:
         raise unknown_name(f"{what} kind", kind, registry)
@@ -111,12 +107,8 @@ def build_record(settings: Any, cls: type, what: str) -> Any:
         return settings
     known = {field.name: field for field in fields(cls) if field.init}
     if not isinstance(settings, Mapping):
-        raise ConfigError(
-            what,
-            got=repr(settings),
-            allowed=f"settings of {', '.join(known)}",
-            remedy="Write key: value pairs.",
-        )
+        allowed = f"settings of {', '.join(known)}"
+        raise ConfigError(what, repr(settings), allowed, "Write key: value pairs.")
     for key in settings:
         if key not in known:
             names = [*known, *(["kind"] if hasattr(cls, "kind") else [])]
@@ -130,12 +122,8 @@ def build_record(settings: Any, cls: type, what: str) -> Any:
         if field.default is MISSING and field.default_factory is MISSING and name not in settings
     ]
     if required:
-        raise ConfigError(
-            what,
-            got=f"no {', '.join(required)}",
-            allowed=f"settings of {', '.join(known)}",
-            remedy=f"Give {', '.join(required)}.",
-        )
+        allowed, missing = f"settings of {', '.join(known)}", ", ".join(required)
+        raise ConfigError(what, f"no {missing}", allowed, f"Give {missing}.")
     hints = typing.get_type_hints(cls)
     return cls(**{key: _convert(v, hints[key], f"{key} of {what}") for key, v in settings.items()})
 
@@ -160,16 +148,17 @@ _INSIDE: dict[Any, Registry] = {
 
 def _convert(value: Any, hint: Any, what: str) -> Any:
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    options = set(typing.get_args(hint) if union else (hint,)) - {types.NoneType}
+    given = typing.get_args(hint) if union else (hint,)
+    options = tuple(option for option in given if option is not types.NoneType)
     alone = len(options) == 1 and value is not None
+    is_name = isinstance(value, str) and value[:1].isalpha()  # no number, but perhaps a wrong kind
     for option in options:
         registry, mapped = _INSIDE.get(option, {}), isinstance(value, Mapping)
-        if registry and (mapped or (alone and isinstance(value, str))):
+        if registry and (mapped or is_name or (alone and not is_dataclass(value))):
             return build(value, registry)
         if isinstance(option, type) and is_dataclass(option) and (mapped or alone):
             return build_record(value, option, what)
-    if isinstance(value, Mapping):
-        value = tuple(sorted(value.items()))
+    value = tuple(sorted(value.items())) if isinstance(value, Mapping) else value
     return of_type(value, hint, what)
 
 
@@ -222,12 +211,8 @@ def _rate(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return build(value, SCHEDULES)
     if not 0 <= value < math.inf:
-        raise ConfigError(
-            "learning rate",
-            got=value,
-            allowed="a finite number, 0 or more, or a schedule",
-            remedy="Set it to one.",
-        )
+        allowed = "a finite number, 0 or more, or a schedule"
+        raise ConfigError("learning rate", value, allowed, "Set it to one.")
     return float(value)
 
 
@@ -244,9 +229,7 @@ def _features(value: Any) -> FeatureSet:
     if isinstance(value, FeatureSet):
         return value
     if not isinstance(value, Mapping):
-        raise ConfigError(
-            "features", got=repr(value), allowed="name: {kind: ...}", remedy="Name each feature."
-        )
+        raise ConfigError("features", repr(value), "name: {kind: ...}", "Name each feature.")
     made: list[FeatureSpec] = []
     for name, settings in value.items():
         if isinstance(settings, Mapping) and settings.get("kind") == "group":

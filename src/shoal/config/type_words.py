@@ -114,17 +114,12 @@ def of_type(value: Any, hint: Any, what: str) -> Any:
         ConfigError: it has another.
     """
     if is_bool_for_number(value, hint):
-        allowed = "a number"
-        raise ConfigError(what, got=repr(value), allowed=allowed, remedy="Change the setting.")
+        raise ConfigError(what, repr(value), "a number", "Change the setting.")
     try:
         adapter = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
         return adapter.validate_python(value)
     except ValidationError as error:
         place, wrong = place_of(error.errors()[0], value)
         key, of, owner = what.partition(" of ")
-        raise ConfigError(
-            f"{key}{place}{of}{owner}",
-            got=shown(wrong),
-            allowed=allowed_by(error.errors()),
-            remedy="Change the setting.",
-        ) from error
+        what, allowed = f"{key}{place}{of}{owner}", allowed_by(error.errors())
+        raise ConfigError(what, shown(wrong), allowed, "Change the setting.") from error

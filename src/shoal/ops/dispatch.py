@@ -240,7 +240,7 @@ def linear(transposed: Implementation) -> tuple[Implementation, Implementation]:
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         first, *rest = inputs
         ctx.shape = first.shape if isinstance(first, Tensor) else [one.shape for one in first]
-        leaves, ctx.form = tree_flatten(rest)
+        leaves, ctx.form = tree_flatten(tuple(rest), is_leaf=_is_plain_list)
         ctx.save_for_backward(*[one if isinstance(one, Tensor) else None for one in leaves])
         ctx.plain = [None if isinstance(one, Tensor) else one for one in leaves]
 
@@ -253,9 +253,14 @@ def linear(transposed: Implementation) -> tuple[Implementation, Implementation]:
     return backward, setup
 
 
+def _is_plain_list(argument: Any) -> bool:
+    """Whether it is a list of other values than tensors."""
+    return isinstance(argument, list) and not all(isinstance(one, Tensor) for one in argument)
+
+
 def _none_for(argument: Any) -> Any:
     """No gradient of an argument; torch asks for one of each tensor of a list."""
-    tensors = isinstance(argument, list) and all(isinstance(one, Tensor) for one in argument)
+    tensors = isinstance(argument, list) and not _is_plain_list(argument)
     return [None] * len(argument) if tensors else None
 
 

@@ -161,8 +161,8 @@ class Uniform(Initializer):
 
     def __post_init__(self) -> None:
         Initializer.__post_init__(self)
-        words = f"at most maxval, {self.maxval}"
-        check(self, "minval", self.minval, Allowed(words, self.maxval.__ge__, "Swap the two."))
+        words, remedy = f"at most maxval, {self.maxval}", "Swap the two."
+        check(self, "minval", self.minval, Allowed(words, lambda low: low <= self.maxval, remedy))
 
 
 @dataclass(frozen=True, slots=True)

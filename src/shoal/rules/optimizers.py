@@ -650,7 +650,7 @@ class BatchSoftmax(Optimizer):
 
     kind = "batch_softmax"
     scalars = (0, 0)
-    dims = Allowed("1", (1).__eq__, "Give the frequency estimate a segment of its own.")
+    dims = Allowed("1", lambda dim: dim == 1, "Give the frequency estimate a segment of its own.")
 
     lr: Rate = 0.1
 

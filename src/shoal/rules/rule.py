@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
+
 from shoal.errors import ConfigError
 
 
@@ -49,14 +51,14 @@ def at_least(low: float) -> Allowed:
 def whole(
     low: int, high: float = math.inf, power_of_two: bool = False, *, remedy: str = ""
 ) -> Allowed:
-    """An int from `low` to `high`."""
+    """An int, also numpy's, from `low` to `high`."""
     words = f"a whole number, at least {low}" + ("" if high == math.inf else f" and at most {high}")
     return Allowed(
         "a power of two" if power_of_two else words,
         lambda value: (
-            isinstance(value, int)
+            isinstance(value, int | np.integer)
             and not isinstance(value, bool)
-            and low <= value <= high
+            and low <= int(value) <= high
             and not (power_of_two and value & (value - 1))
         ),
         remedy,
@@ -101,7 +103,9 @@ class Checked:
 
     def __post_init__(self) -> None:
         for name, allowed in _fields(type(self)):  # type: ignore[arg-type]
-            check(self, name, getattr(self, name), allowed)
+            check(self, name, value := getattr(self, name), allowed)
+            if isinstance(value, np.integer):
+                object.__setattr__(self, name, int(value))  # numpy's do not fit everywhere
 
     def described(self) -> str:
         """What errors call it."""

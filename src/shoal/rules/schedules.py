@@ -143,12 +143,10 @@ class Piecewise(Schedule):
         for boundary in self.boundaries:
             check(self, "boundaries", boundary, whole(1))
         Schedule.__post_init__(self)
-        words, remedy = (
-            "one more than boundaries",
-            "The first value holds before the first boundary.",
-        )
         wanted = len(self.boundaries) + 1
-        check(self, "number of values", len(self.values), Allowed(words, wanted.__eq__, remedy))
+        remedy = "The first value holds before the first boundary."
+        allowed = Allowed(f"{wanted}, one more than boundaries", lambda n: n == wanted, remedy)
+        check(self, "number of values", len(self.values), allowed)
         for value in self.values:
             check(self, "values", value, at_least(0))
 

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from shoal import config as settings
 from shoal.checkpoint import CheckpointStore
 from shoal.config import RunConfig
-from shoal.config.build import ModelParts, build_parts
+from shoal.config.build import ModelParts, build_parts, source_inputs
 from shoal.errors import CheckpointError
 from shoal.serve.signature import LOGITS, ExampleReader, ServedTensor, dense_inputs
 
@@ -120,7 +120,10 @@ class Bundle:
 
     def parts(self) -> ModelParts:
         """The specs of its tables and its dense module, built without the data of the run."""
-        return build_parts(self.config)
+        own, given = self.signature, source_inputs(self.config.data.source)
+        lists = frozenset(i.name for i in own.inputs if i.name in own.features and i.shape[1:])
+        source = replace(given, features=own.features, lists=lists, num_dense=own.num_dense)
+        return build_parts(self.config, source=source)
 
     @property
     def checkpoint(self) -> str:

@@ -104,6 +104,13 @@ def test_local_size_of_byteps_goes_first() -> None:
     assert (local, node.socket_folder.name) == (["1", "2"], "bps_u_socket_2")
 
 
+def test_what_an_environment_says() -> None:
+    node = node_environment("u", mpi(5, 8, 4), address_of=no_network)
+    assert (node.uuid, node.rank, node.size, node.node) == ("u", 5, 8, 1)
+    assert (node.local_rank, node.local_size) == (1, 4)
+    assert (node.interface, node.address) == ("eth0", "10.0.0.5")
+
+
 @pytest.mark.parametrize(("size", "bytes_"), [(2, "1024000"), (127, "1024000"), (128, "512000")])
 def test_partition_bytes(size: int, bytes_: str) -> None:
     found = environment_of(mpi(0, size, 1))

@@ -262,9 +262,17 @@ def test_default_table_spreads_over_named_ones():
         (["~data.source"], ConfigError, ["data.source", "got nothing"]),
         (["tables.default.optimizer.lr=-1"], ConfigError, ["tables.default.optimizer", "-1"]),
         (
-            ["tables.default.optimizer.lr=soon"],
+            ["tables.default.optimizer.lr=cosin"],
+            UnknownName,
+            ["tables.default.optimizer", "piecewise", "Did you mean cosine?"],
+        ),
+        (
+            [
+                "data.source={kind: csv, label: y, paths: [a], eval_paths: [b]}",
+                "data.source.features={age: {kind: raw, ids: 5}}",
+            ],
             ConfigError,
-            ["lr of optimizer adagrad", "soon", "kind:"],
+            ["data.source.features", "got 5", "boundaries"],
         ),
         (
             ["tables.default.optimizer={kind: delay_compensated, inner: sg}"],

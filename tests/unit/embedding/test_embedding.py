@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 
@@ -169,6 +170,11 @@ class TestDeclarations:
             Layout("l", "CONCAT", slices("user"))  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match=r"max_length.*got 0"):
             Feature("a", "t", max_length=0)
+        with pytest.raises(ConfigError, match=r"max_length.*got True"):
+            Feature("a", "t", max_length=True)
+        own = Feature("a", "t", FirstN(np.int64(2)), max_length=np.int64(3))
+        assert own == Feature("a", "t", FirstN(2), max_length=3)
+        assert (type(own.max_length), type(own.pooling[1])) == (int, int)
 
     def test_tables(self) -> None:
         with pytest.raises(ConfigError, match="distinct names"):

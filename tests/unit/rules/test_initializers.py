@@ -249,6 +249,7 @@ def test_quantiles_are_those_of_the_normal_law() -> None:
         (Constant, {"value": math.nan}, "value"),
         (BatchSoftmaxInit, {"value": 0.5}, "value"),
         (Uniform, {"minval": 1, "maxval": 0}, "minval"),
+        (Uniform, {"minval": 2.5, "maxval": 1}, "minval"),
         (Uniform, {"maxval": math.inf}, "maxval"),
         (Normal, {"std": -1}, "std"),
         (TruncatedNormal, {"mean": "0"}, "mean"),

@@ -129,7 +129,7 @@ def test_as_rate(lr: float | Schedule, rate: float) -> None:
         (Polynomial, {"initial": 1, "decay_steps": 1, "end": -1}, "end"),
         (Exponential, {"initial": 1, "gamma": 0}, "gamma"),
         (Cosine, {"initial": math.inf, "decay_steps": 1}, "initial"),
-        (Piecewise, {"boundaries": (1,), "values": (1.0,)}, "values"),
+        (Piecewise, {"boundaries": (1,), "values": (1.0,)}, "allowed: 2, one more"),
         (Piecewise, {"boundaries": (2, 2), "values": (1.0, 1.0, 1.0)}, "boundaries"),
         (Piecewise, {"boundaries": (0,), "values": (1.0, 1.0)}, "boundaries"),
         (Piecewise, {"boundaries": (), "values": (-1.0,)}, "values"),

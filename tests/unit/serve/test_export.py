@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from shoal import config, train
 from shoal.checkpoint import Contents, LoadOptions, load, read_manifest
 from shoal.cli import app
-from shoal.config.build import build_parts, open_data
+from shoal.config.build import SourceInputs, build_parts, open_data, source_inputs
 from shoal.embedding.collection import EmbeddingCollection
 from shoal.errors import CheckpointError, ConfigError
 from shoal.placement import hash_ids, ranks_of
@@ -240,6 +240,18 @@ def test_an_export_that_fails_leaves_no_version(
     assert exporting.versions_of(tmp_path) == []
     export(run, tmp_path)
     assert [one.name for one in tmp_path.iterdir()] == ["8"]
+
+
+def test_a_bundle_of_other_inputs_than_its_settings_reopens_alike(dense: Path) -> None:
+    bundle = open_bundle(dense)
+    given = source_inputs(bundle.config.data.source)
+    features = given.features[1:]
+    other = SourceInputs(features, frozenset(features[:1]), given.num_dense + 3, given.labels)
+    made = build_parts(bundle.config, source=other)
+    signature = signature_of(made, part="dense", step=1, amp="none")
+    parts = replace(bundle, signature=signature).parts()
+    assert signature_of(parts, part="dense", step=1, amp="none") == signature
+    parts.module.load_state_dict(made.module.state_dict())
 
 
 class _Branches(nn.Module):

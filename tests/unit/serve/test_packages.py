@@ -50,13 +50,21 @@ def test_a_missing_package_is_named(module: str, monkeypatch: pytest.MonkeyPatch
         "serve.client",
         "serve.loading",
         "serve.server",
-        "compat.monolith.agent_service.backends",
         "compat.monolith.native_training.distributed_serving_ops",
     ],
 )
 def test_modules_that_need_one_say_so(module: str) -> None:
     done = run(f"import shoal.{module}")
     assert "MissingPackage: servers and clients of models: got no package" in done.stderr
+
+
+@pytest.mark.slow
+def test_backends_need_protobuf_alone() -> None:
+    load = "import shoal.compat.monolith.agent_service.backends"
+    assert "models: got no package protobuf" in run(load).stderr
+    code = f"del sys.modules['google'], sys.modules['google.protobuf']; {load}"
+    done = run(code)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

@@ -45,14 +45,26 @@ _FIXED: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class NodeEnvironment:
-    """What the communication libraries of a rank should read.
+    """Where a rank stands and what its communication libraries should read.
 
     Args:
+        uuid: of the job.
+        rank, size: this rank among all.
+        local_rank, local_size: among those of its node.
+        node: its number, rank // local_size.
+        interface, address: network interface and its IPv4 address.
         socket_folder: local sockets of this job's ranks on this node.
-        variables: what `apply_environment` sets: its place (DMLC_WORKER_ID of DMLC_NUM_WORKER,
-            BYTEPS_LOCAL_RANK of BYTEPS_LOCAL_SIZE), its address (DMLC_NODE_HOST), and the rest.
+        variables: what `apply_environment` sets.
     """
 
+    uuid: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int
+    interface: str
+    address: str
     socket_folder: Path
     variables: Mapping[str, str]
 
@@ -82,9 +94,9 @@ def node_environment(
     """
     environ = os.environ if environ is None else environ
     rank, size, local_size = _place(environ)
-    local_rank = rank % local_size
+    node, local_rank = divmod(rank, local_size)
     where = Path(tempfile.gettempdir()) if folder is None else folder
-    socket_folder = where / f"bps_{uuid}_socket_{rank // local_size}"
+    socket_folder = where / f"bps_{uuid}_socket_{node}"
     variables = {name: environ.get(name, value) for name, value in _DEFAULTS.items()}
     variables |= _FIXED
     nic, bound = _nic(environ, local_rank)
@@ -107,7 +119,9 @@ def node_environment(
     }
     variables |= {name: environ.get(name) or str(value) for name, value in bytes_by_name.items()}
     variables |= _mapped(environ, nic, variables)
-    return NodeEnvironment(socket_folder, variables)
+    return NodeEnvironment(
+        uuid, rank, size, local_rank, local_size, node, nic, address, socket_folder, variables
+    )
 
 
 def apply_environment(
@@ -140,12 +154,9 @@ def interface_address(interface: str) -> str:
 
 def _no_address(interface: str, got: object) -> ConfigError:
     here = ", ".join(name for _, name in socket.if_nameindex())
-    return ConfigError(
-        f"IPv4 address of network interface {interface!r}",
-        got=got,
-        allowed=f"an interface of this host that has one, of {here}",
-        remedy="Name it in DMLC_INTERFACE.",
-    )
+    what = f"IPv4 address of network interface {interface!r}"
+    allowed = f"an interface of this host that has one, of {here}"
+    return ConfigError(what, got, allowed, "Name it in DMLC_INTERFACE.")
 
 
 def _place(environ: Mapping[str, str]) -> tuple[int, int, int]:
@@ -156,12 +167,10 @@ def _place(environ: Mapping[str, str]) -> tuple[int, int, int]:
     else:
         launched = detect(environ)
         if launched.launcher == "single":
-            raise LaunchError(
-                "rank and size of the node's environment",
-                got="no OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE",
-                allowed="a process started by mpirun, torchrun or srun",
-                remedy="Start it with mpirun -n <ranks>.",
-            )
+            what = "rank and size of the node's environment"
+            got = "no OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE"
+            allowed = "a process started by mpirun, torchrun or srun"
+            raise LaunchError(what, got, allowed, "Start it with mpirun -n <ranks>.")
         rank, size, local_size = launched.rank, launched.world_size, launched.local_world_size
     local_size = whole(environ, "BYTEPS_LOCAL_SIZE", local_size or 0)
     if local_size < 1:
