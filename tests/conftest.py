@@ -44,6 +44,13 @@ OPTIONAL = (
 )  # fmt: skip
 LACKING = [name for name in OPTIONAL if importlib.util.find_spec(name) is None]
 
+if "hypothesis" not in LACKING:
+    from hypothesis import settings
+
+    # A busy machine is no reason to fail.
+    settings.register_profile("shoal", deadline=None)
+    settings.load_profile("shoal")
+
 
 def imported_by(path: Path) -> Iterator[str]:
     """Modules that a file imports as it is loaded."""
