@@ -292,13 +292,13 @@ def test_a_named_folder_of_checkpoints_is_gone_on_from(
 def test_a_save_that_is_late_is_throttled_no_more_and_leaves_out_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain, go_on, stopped = Saving.run, threading.Event(), threading.Event()
+    plain, go_on, stopped = Saving._write_all, threading.Event(), threading.Event()
     apply, stop = Learner.apply, Saving.stop_throttling
     set_aside: list[int] = []
 
-    def run(self: Saving, **how: bool) -> Any:
+    def run(self: Saving, concurrent: bool) -> Any:
         assert go_on.wait(60)
-        return plain(self, **how)
+        return plain(self, concurrent)
 
     def told(self: Saving) -> None:
         stopped.set()
@@ -311,7 +311,7 @@ def test_a_save_that_is_late_is_throttled_no_more_and_leaves_out_the_next(
             go_on.set()
         apply(self)
 
-    monkeypatch.setattr(Saving, "run", run)
+    monkeypatch.setattr(Saving, "_write_all", run)
     monkeypatch.setattr(Saving, "stop_throttling", told)
     monkeypatch.setattr(Learner, "apply", step)
     slow = {"checkpoint": {"every_steps": 1, "full_every": 99, "background": True}}
