@@ -194,6 +194,8 @@ class ReceivedRows:
         by_group = sorted(range(len(groups)), key=groups.__getitem__)
         in_order = [self._blocks[k] for k in by_group]
         self._memory_plan = _memory_plan(plan, in_order, reals) if dense else None
+        self._memory_tables = tuple(self._hosted.index(block.columns) for block in in_order)
+        self._split = len(self._blocks) > len(self._tables)
         # Positions lie as the request's own.
         self._straight = groups == list(range(len(self._tables)))
         self._in_plan_order = None if self._straight else by_group
@@ -221,7 +223,7 @@ class ReceivedRows:
             return None
         starts, rows = self._starts(ordered), self._dense_on(device)
         lengths = [b - a for a, b in itertools.pairwise(starts)]
-        if len(self._blocks) > len(self._tables):
+        if self._split:
             ordered = self._repeated(offsets_N, ordered)
         return rows.places(offsets_N, ordered, lengths, self._in_plan_order, backward=backward)
 
@@ -327,12 +329,7 @@ class ReceivedRows:
             # Imported here only: it needs Triton, which a CPU does without.
             kernels = importlib.import_module("shoal.exchange.pooling_cuda")
             dim, real = self._hosted[0].width, self._reals[0]
-            tables_G = self._tables
-            if len(self._blocks) > len(tables_G):
-                assert self._in_plan_order is not None
-                columns = [self._blocks[k].columns for k in self._in_plan_order]
-                tables_G = tuple(self._hosted.index(one) for one in columns)
-            made = kernels.DenseRows(self._memory_plan, tables_G, dim, real, device)
+            made = kernels.DenseRows(self._memory_plan, self._memory_tables, dim, real, device)
             found = self._dense.setdefault(device, made)
         return found
 

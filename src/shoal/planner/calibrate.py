@@ -46,8 +46,8 @@ class Scale:
     repeats: int = 9
 
 
-# A call takes the host a tenth of a millisecond, which has to be little next to what it does.
 _BYTES_AN_ID = 8 << 10  # of rows, gradients and what a lookup returns, at the largest width
+# A call takes the host a tenth of a millisecond, which has to be little next to what it does.
 ON_GPU = Scale(rows=1 << 22, ids=1 << 21, copied_bytes=1 << 29, sent_bytes=1 << 26)
 QUICK = Scale(rows=5_000, ids=1_024, copied_bytes=1 << 20, sent_bytes=1 << 18, repeats=3)
 
