@@ -135,22 +135,25 @@ def test_rows_leave_a_cache_that_cannot_grow(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_second_try_to_grow_has_the_memory_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     specs = [TableSpec(name=name, segments=SEGMENTS) for name in ("a", "b")]
     shard = CudaShard(specs, device=DEVICE)
-    made: list[weakref.ref[Any]] = []
-    inner = memory.new_block
+    inner, first = memory.new_block, list[weakref.ref[Any]]()
+    used = list[int]()
 
-    def new_block(*arguments: Any) -> Any:
-        if len(made) == 1:
-            made.append(made[0])
+    def new_block(form: Any, sizes: Any, device: Any, own: Any, host: Any) -> Any:
+        used.append(0 if own is None else own.used)
+        if len(used) == 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0")
-        assert len(made) < 2 or made[0]() is None
-        block = inner(*arguments)
-        made.append(weakref.ref(block[1][0]))
+        if len(used) == 3:
+            assert used[2] == used[0]
+            assert all(part() is None for part in first)
+        block = inner(form, sizes, device, own, host)
+        if len(used) == 1:
+            first.extend(weakref.ref(part) for part in block[1])
         return block
 
     monkeypatch.setattr(memory, "new_block", new_block)
     ids = range(300)
     shard.find_or_init(groups_of((0, ids), (1, ids), device=DEVICE), ctx=StepContext())
-    assert len(made) == 4
+    assert len(used) == 4
 
 
 @pytest.mark.gpu
