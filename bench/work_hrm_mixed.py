@@ -74,6 +74,7 @@ def part(
             **result.figures["all"],
             "steps": float(result.steps),
             "total_steps": float(result.total_steps),
+            "finished": float(result.finished),
             "steps_per_s": result.steps_per_s,
         }
 

@@ -1,6 +1,7 @@
 #include <nanobind/stl/unique_ptr.h>
 
 #include "bind.h"
+#include "examples.h"
 #include "ops_ids.h"
 #include "ops_ids_by_shard.h"
 #include "ops_sparse_fids.h"
@@ -27,6 +28,8 @@ constexpr auto kFidSplit = made<FidSplit, Ids, Ids, std::int64_t, std::int64_t, 
 }  // namespace
 
 void bind_ids_ops(nb::module_& m) {
+  m.def("example_offsets", &Wired<&example_offsets>::call, Release());
+  m.def("example_ids", &Wired<&example_ids>::call, Release());
   m.def("ids_of_texts32", &Wired<&ids_of_texts<std::int32_t>>::call, Release());
   m.def("ids_of_texts64", &Wired<&ids_of_texts<std::int64_t>>::call, Release());
   nb::class_<Dedup>(m, "Dedup")

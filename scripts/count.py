@@ -91,6 +91,8 @@ COUNTED_AS = {
     PurePosixPath("src/shoal/train/publishing.py"): "sync",
     PurePosixPath("src/shoal/cli/export.py"): "serve",
     PurePosixPath("src/shoal/compiling.py"): "speed",
+    PurePosixPath("csrc/examples.cpp"): "speed",
+    PurePosixPath("csrc/examples.h"): "speed",
     PurePosixPath("src/shoal/table/cuda/mapped.py"): "speed",
     PurePosixPath("src/shoal/cli/start.py"): "door",
     PurePosixPath("src/shoal/cli/usage.py"): "door",

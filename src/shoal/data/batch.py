@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal._core import ops as core
+from shoal.address import address
 from shoal.errors import DTypeError, InputError, ShapeError
 from shoal.models.tasks import Negatives
 from shoal.ragged import KeyedRagged, Ragged, pinned
@@ -161,9 +163,11 @@ class TensorSource:
         _check_values("dense", self._dense)
         _check_values("weights", self._weights, low=0.0)
         _check_values("rates", self._rates, low=LEAST_RATE, high=1.0)
-        self._id_weights = {name: own.float() for name, own in (id_weights or {}).items()}
+        self._id_weights = {
+            name: own.float().contiguous() for name, own in (id_weights or {}).items()
+        }
         self._check_id_weights()
-        self._runs = _runs_of(self._ids)
+        self._runs = list(self._made_runs())
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -183,34 +187,28 @@ class TensorSource:
         return self._times
 
     def take(self, rows_B: Tensor) -> Batch:
-        """The examples of these numbers (int64 [B]), in this order."""
-        # numpy, since a loader's thread must not take torch's threads from the training step.
+        """The examples of these numbers (int64 [B]), in this order.
+
+        Raises:
+            InputError: a number that no example has.
+        """
+        # Not torch, since a loader's thread must not take torch's threads from the training step.
+        rows_B, runs = rows_B.contiguous(), self._described()
+        given = address(runs), len(runs)
+        drawn = address(rows_B), rows_B.numel()
+        offsets_FB1 = _ints(len(self._features) * rows_B.numel() + 1)
+        count = core.example_offsets(*given, len(self), *drawn, address(offsets_FB1))
+        if count < 0:
+            got, remedy = int(rows_B[-1 - count]), "Take examples of this source."
+            raise InputError("number of an example", got, f"0..{len(self) - 1}", remedy)
+        values_N = _ints(count)
+        weights_N = torch.empty(count, device="cpu") if self._id_weights else None
+        weights = 0 if weights_N is None else address(weights_N)
+        core.example_ids(*given, *drawn, address(offsets_FB1), address(values_N), weights)
         rows = rows_B.numpy()
-        values: list[_Array] = []
-        lengths: list[_Array] = []
-        weights: list[_Array] = []
-        for part in self._runs:
-            if isinstance(part, Ragged):
-                at_N, lengths_B = places_of(part, rows)
-                # `take` needs half the time of an index.
-                values.append(part.values.numpy().take(at_N))
-                lengths.append(lengths_B)
-            else:
-                at_N = values_N = part.take(rows, axis=0).T.reshape(-1)
-                values.append(values_N)
-                lengths.append(np.ones(values_N.size, dtype=np.int64))
-            if self._id_weights:
-                weights.append(self._weights_at(part, at_N))
-        offsets = np.zeros(len(self._features) * rows.size + 1, dtype=np.int64)
-        np.cumsum(np.concatenate(lengths), out=offsets[1:])
         times_B = self._times.numpy()[rows]
         return Batch(
-            ids=KeyedRagged(
-                self._features,
-                torch.from_numpy(np.concatenate(values)),
-                torch.from_numpy(offsets),
-                torch.from_numpy(np.concatenate(weights)) if self._id_weights else None,
-            ),
+            ids=KeyedRagged(self._features, values_N, offsets_FB1, weights_N),
             labels=_rows_of(self._labels, rows),
             dense=_maybe_rows(self._dense, rows),
             event_time_s=int(times_B.max(initial=0)),
@@ -222,11 +220,34 @@ class TensorSource:
             keys=_maybe_keys(self._keys, rows),
         )
 
-    def _weights_at(self, part: Ragged | _Array, at_N: _Array) -> _Array:
-        for name, own in self._id_weights.items():
-            if self._ids[name] is part:
-                return own.numpy()[at_N]
-        return np.ones(at_N.size, dtype=np.float32)
+    def _made_runs(self) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None, int]]:
+        """Ids, offsets and weights of them if any, and the number of features, as they follow.
+
+        Neighbouring features of one id lie together: an example's ids are side by side.
+        """
+        single: list[Tensor] = []
+        for name, part in (*self._ids.items(), ("", None)):
+            if isinstance(part, Tensor):
+                single.append(part)
+                continue
+            if single:
+                yield torch.stack(single, dim=1), None, None, len(single)
+                single = []
+            if part is not None:
+                offsets, weights = part.offsets_B1.contiguous(), self._id_weights.get(name)
+                yield part.values.contiguous(), offsets, weights, 1
+
+    def _described(self) -> Tensor:
+        """int64 [runs, 4]: `ExampleIds` of the core."""
+        words = [
+            (
+                address(ids),
+                *(0 if one is None else address(one) for one in (offsets, weights)),
+                width,
+            )
+            for ids, offsets, weights, width in self._runs
+        ]
+        return torch.tensor(words, dtype=torch.int64, device="cpu")
 
     def _check_id_weights(self) -> None:
         for name, own in self._id_weights.items():
@@ -300,23 +321,6 @@ def join(parts: Sequence[TensorSource]) -> TensorSource:
     )
 
 
-def _runs_of(ids: Mapping[str, Tensor | Ragged]) -> list[_Array | Ragged]:
-    """Neighbouring one-id features as one [N, F'] array: an example's ids lie side by side."""
-    runs: list[_Array | Ragged] = []
-    single: list[_Array] = []
-    for part in ids.values():
-        if isinstance(part, Ragged):
-            if single:
-                runs.append(np.stack(single, axis=1))
-                single = []
-            runs.append(part)
-        else:
-            single.append(part.numpy())
-    if single:
-        runs.append(np.stack(single, axis=1))
-    return runs
-
-
 def places_of(part: Ragged, rows_B: _Array) -> tuple[_Array, _Array]:
     """Where the ids of some examples of a jagged feature are, [N], and their lengths [B]."""
     offsets = part.offsets_B1.numpy()
@@ -325,6 +329,10 @@ def places_of(part: Ragged, rows_B: _Array) -> tuple[_Array, _Array]:
     ends_B = np.cumsum(lengths_B)
     count = int(ends_B[-1]) if ends_B.size else 0
     return np.arange(count) + np.repeat(starts_B - (ends_B - lengths_B), lengths_B), lengths_B
+
+
+def _ints(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.int64, device="cpu")
 
 
 def _rows_of(tensor: Tensor, rows: _Array) -> Tensor:

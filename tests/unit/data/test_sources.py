@@ -349,6 +349,45 @@ def test_a_subset_refuses_rows_that_are_not_there(rows: torch.Tensor, error: typ
         Subset(source, rows)
 
 
+LISTS: list[list[int]] = [[1, 2], [], [3], [], [-4, 5, 6], []]
+
+
+@pytest.mark.parametrize("rows", [[], [1], [4, 0, 0, 5, 2], [3, 1, 5]])
+def test_a_batch_has_the_lists_of_its_examples_in_any_order_of_features(rows: list[int]):
+    ids = {
+        "first": Ragged.from_lists(LISTS),
+        "a": torch.arange(10, 16),
+        "b": torch.arange(20, 26),
+        "weighted": Ragged.from_lists(LISTS[::-1]),
+        "last": torch.arange(30, 36),
+    }
+    weights = torch.arange(1.0, 7.0)
+    source = TensorSource(ids, torch.zeros(6), id_weights={"weighted": weights})
+    taken = source.take(torch.tensor(rows, dtype=torch.int64)).ids
+    assert taken.to_lists() == {
+        "first": [LISTS[row] for row in rows],
+        "a": [[10 + row] for row in rows],
+        "b": [[20 + row] for row in rows],
+        "weighted": [LISTS[5 - row] for row in rows],
+        "last": [[30 + row] for row in rows],
+    }
+    of_row = [[], [1.0, 2.0, 3.0], [], [4.0], [], [5.0, 6.0]]
+    assert taken.weights_of("weighted").tolist() == [one for row in rows for one in of_row[row]]
+    assert taken.weights_of("a").tolist() == [1.0] * len(rows)
+
+
+@pytest.mark.parametrize("row", [-1, 6, 1 << 40])
+def test_numbers_of_no_example_are_refused(row: int):
+    source = TensorSource({"id": torch.arange(6)}, torch.zeros(6))
+    with pytest.raises(InputError, match=rf"number of an example.*got {row}.*0\.\.5"):
+        source.take(torch.tensor([0, row, 2]))
+
+
+def test_every_other_number_of_a_tensor_is_taken():
+    source = TensorSource({"id": torch.arange(6)}, torch.zeros(6))
+    assert source.take(torch.arange(6)[::2]).ids.to_lists()["id"] == [[0], [2], [4]]
+
+
 INFINITE = torch.tensor([0.0, 1.0, float("inf"), 2.0])
 
 

@@ -1,0 +1,72 @@
+#include "examples.h"
+
+#include <algorithm>
+
+namespace shoal {
+namespace {
+
+constexpr std::int64_t kAhead = 16;
+
+// Columns of `width` single values, row by row, into one feature after the other.
+template <class T>
+void take_columns(const T* from, std::int64_t width, const std::int64_t* rows, std::int64_t n,
+                  T* to) {
+  for (std::int64_t i = 0; i < n; ++i) {
+    if (i + kAhead < n) __builtin_prefetch(from + rows[i + kAhead] * width);
+    const T* row = from + rows[i] * width;
+    for (std::int64_t f = 0; f < width; ++f) to[f * n + i] = row[f];
+  }
+}
+
+template <class T>
+void take_lists(const T* from, const std::int64_t* starts, const std::int64_t* rows, std::int64_t n,
+                const std::int64_t* offsets, T* to) {
+  for (std::int64_t i = 0; i < n; ++i) {
+    if (i + kAhead < n) __builtin_prefetch(from + starts[rows[i + kAhead]]);
+    std::copy_n(from + starts[rows[i]], offsets[i + 1] - offsets[i], to + offsets[i]);
+  }
+}
+
+}  // namespace
+
+std::int64_t example_offsets(const ExampleIds* parts, std::int64_t count, std::int64_t size,
+                             const std::int64_t* rows, std::int64_t n, std::int64_t* offsets) {
+  for (std::int64_t i = 0; i < n; ++i) {
+    if (static_cast<std::uint64_t>(rows[i]) >= static_cast<std::uint64_t>(size)) return -1 - i;
+  }
+  std::int64_t total = 0;
+  *offsets++ = 0;
+  for (const ExampleIds* part = parts; part < parts + count; ++part) {
+    if (part->offsets == nullptr) {
+      for (std::int64_t i = 0; i < part->width * n; ++i) *offsets++ = ++total;
+      continue;
+    }
+    for (std::int64_t i = 0; i < n; ++i) {
+      if (i + kAhead < n) __builtin_prefetch(part->offsets + rows[i + kAhead]);
+      total += part->offsets[rows[i] + 1] - part->offsets[rows[i]];
+      *offsets++ = total;
+    }
+  }
+  return total;
+}
+
+void example_ids(const ExampleIds* parts, std::int64_t count, const std::int64_t* rows,
+                 std::int64_t n, const std::int64_t* offsets, std::int64_t* values,
+                 float* weights) {
+  for (const ExampleIds* part = parts; part < parts + count; ++part) {
+    if (part->offsets == nullptr) {
+      take_columns(part->values, part->width, rows, n, values + *offsets);
+    } else {
+      take_lists(part->values, part->offsets, rows, n, offsets, values);
+    }
+    const std::int64_t* end = offsets + part->width * n;
+    if (weights != nullptr && part->weights != nullptr) {
+      take_lists(part->weights, part->offsets, rows, n, offsets, weights);
+    } else if (weights != nullptr) {
+      std::fill(weights + *offsets, weights + *end, 1.0F);
+    }
+    offsets = end;
+  }
+}
+
+}  // namespace shoal
