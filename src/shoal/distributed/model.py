@@ -448,10 +448,7 @@ class DistributedModelParallel(nn.Module):
             if group is not None and self.mesh.backend == "gloo":
                 mesh = self.mesh
                 owner = TorchCollectives(group, mesh.device, mesh.timeout_s, watched=self._dense)
-                name_failures(wrapped, owner, partial(self._step, steps))
+                # Errors name the step of the last lookup or the last control call.
+                tables = [one.exchange.collectives for one in self.collections().values()]
+                name_failures(wrapped, owner, lambda: max(one.step for one in (steps, *tables)))
             object.__setattr__(self, "_wrapped", wrapped)
-
-    def _step(self, steps: Collectives) -> int:
-        """The step that errors name: what the last lookup or the last control call was of."""
-        every = self.collections().values()
-        return max([steps.step, *(one.exchange.collectives.step for one in every)])
