@@ -134,10 +134,12 @@ def _samples(quick: bool) -> int:
 
 def _shown(found: Sequence[Mapping[str, Any]]) -> str:
     """Times of the slowest rank: of a step; of its kernels without launches; of its launches."""
-    step, host = (max(one[key] for one in found) for key in ("step_s", "host_ms"))
-    device = max(one.get("device_ms", math.inf) for one in found)  # inf: not known of one
-    shown = f"{device:.2f}" if device < math.inf else "not known"
-    return f"{1e3 * step:.2f} ms a step, device {shown}, host {host:.2f}"
+    step = max(one["step_s"] for one in found)
+    device, host = (
+        max(one.get(key, math.inf) for one in found) for key in ("device_ms", "host_ms")
+    )
+    shown = [f"{one:.2f}" if one < math.inf else "not known" for one in (device, host)]
+    return f"{1e3 * step:.2f} ms a step, device {shown[0]}, host {shown[1]}"
 
 
 MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")

@@ -328,10 +328,10 @@ def _continued(scale: Scale, state: Path, name: str, began_s: float) -> Measured
     sizes = {"train": scale.train, "test": scale.test, "images": scale.images}
     work.mixed_data(data, scale.puzzles, most=scale.mixed, **sizes)
     told = place / "reached.json"
-    found = json.loads(told.read_text()) if told.exists() else {"finished": 0.0}
+    found = json.loads(told.read_text()) if told.exists() else dict[str, float]()
     left_s = began_s + scale.recipe_s - time.monotonic()
     own = [one for one in MIXED[name] if scale.compiled or not one.startswith("arch=")]
-    if not found["finished"] and left_s > scale.least_s:
+    if not found.get("finished") and left_s > scale.least_s:
         params = {
             "data": str(data),
             "run": str(place),
@@ -349,7 +349,7 @@ def _continued(scale: Scale, state: Path, name: str, began_s: float) -> Measured
         return Measured(note="not begun: call again")
     curves = {one: work.curve(state / one.replace(" ", "-")) for one in MIXED}
     work.draw(state / "curve.svg", curves)
-    ended = "" if found["finished"] else "; not finished: call again"
+    ended = "" if found.get("finished") else "; not finished: call again"
     return Measured(
         ours=found["exact_accuracy"],
         note=f"{found['steps']:,.0f} of {found['total_steps']:,.0f} steps, "

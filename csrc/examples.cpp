@@ -6,15 +6,20 @@ namespace shoal {
 namespace {
 
 constexpr std::int64_t kAhead = 16;
+constexpr std::int64_t kLine = 8;  // ids of a cache line
 
-// Columns of `width` single values, row by row, into one feature after the other.
-template <class T>
-void take_columns(const T* from, std::int64_t width, const std::int64_t* rows, std::int64_t n,
-                  T* to) {
-  for (std::int64_t i = 0; i < n; ++i) {
-    if (i + kAhead < n) __builtin_prefetch(from + rows[i + kAhead] * width);
-    const T* row = from + rows[i] * width;
-    for (std::int64_t f = 0; f < width; ++f) to[f * n + i] = row[f];
+// Columns of `width` single ids, row by row, into one feature after the other: a line of each at a
+// time, since single cells that lie a power of two apart push each other out of the caches.
+void take_columns(const std::int64_t* from, std::int64_t width, const std::int64_t* rows,
+                  std::int64_t n, std::int64_t* to) {
+  for (std::int64_t begin = 0; begin < n; begin += kLine) {
+    const std::int64_t end = std::min(n, begin + kLine);
+    for (std::int64_t i = begin + kAhead; i < std::min(n, end + kAhead); ++i) {
+      __builtin_prefetch(from + rows[i] * width);
+    }
+    for (std::int64_t f = 0; f < width; ++f) {
+      for (std::int64_t i = begin; i < end; ++i) to[f * n + i] = from[rows[i] * width + f];
+    }
   }
 }
 
@@ -43,7 +48,9 @@ std::int64_t example_offsets(const ExampleIds* parts, std::int64_t count, std::i
     }
     for (std::int64_t i = 0; i < n; ++i) {
       if (i + kAhead < n) __builtin_prefetch(part->offsets + rows[i + kAhead]);
-      total += part->offsets[rows[i] + 1] - part->offsets[rows[i]];
+      const std::int64_t start = part->offsets[rows[i]], end = part->offsets[rows[i] + 1];
+      if (start < 0 || end < start || end > part->count) return -1 - i;
+      total += end - start;
       *offsets++ = total;
     }
   }

@@ -12,10 +12,11 @@ struct ExampleIds {
   const std::int64_t* offsets;  // of one feature's lists; nullptr: `width` features of one id each
   const float* weights;         // of each id; nullptr: 1
   std::int64_t width;           // features
+  std::int64_t count;           // ids of lists
 };
 
 // Writes the offsets of the batch's lists, starts at 0. Returns how many ids they have, or
-// -1 - i if rows[i] is not in [0, size).
+// -1 - i if rows[i] is not in [0, size) or has a list that is not within its ids.
 std::int64_t example_offsets(const ExampleIds* parts, std::int64_t count, std::int64_t size,
                              const std::int64_t* rows, std::int64_t n, std::int64_t* offsets);
 

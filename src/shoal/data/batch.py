@@ -15,7 +15,7 @@ from shoal._core import ops as core
 from shoal.address import address
 from shoal.errors import DTypeError, InputError, ShapeError
 from shoal.models.tasks import Negatives
-from shoal.ragged import KeyedRagged, Ragged, pinned
+from shoal.ragged import KeyedRagged, Ragged, check_ids, pinned
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -168,6 +168,7 @@ class TensorSource:
         }
         self._check_id_weights()
         self._runs = list(self._made_runs())
+        self._described()  # refuses ids that are not in memory
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -190,8 +191,10 @@ class TensorSource:
         """The examples of these numbers (int64 [B]), in this order.
 
         Raises:
-            InputError: a number that no example has.
+            InputError: a number that no example has, or offsets that changed since.
+            DTypeError, ShapeError: not int64 [B].
         """
+        check_ids("numbers of examples", rows_B)
         # Not torch, since a loader's thread must not take torch's threads from the training step.
         rows_B, runs = rows_B.contiguous(), self._described()
         given = address(runs), len(runs)
@@ -199,10 +202,12 @@ class TensorSource:
         offsets_FB1 = _ints(len(self._features) * rows_B.numel() + 1)
         count = core.example_offsets(*given, len(self), *drawn, address(offsets_FB1))
         if count < 0:
-            got, remedy = int(rows_B[-1 - count]), "Take examples of this source."
-            raise InputError("number of an example", got, f"0..{len(self) - 1}", remedy)
+            got, remedy = int(rows_B[-1 - count]), "Take examples of this source, as it was made."
+            raise InputError("number of an example", got, f"below {len(self)}, 0 or more", remedy)
         values_N = _ints(count)
-        weights_N = torch.empty(count, device="cpu") if self._id_weights else None
+        weights_N = (
+            torch.empty(count, dtype=torch.float32, device="cpu") if self._id_weights else None
+        )
         weights = 0 if weights_N is None else address(weights_N)
         core.example_ids(*given, *drawn, address(offsets_FB1), address(values_N), weights)
         rows = rows_B.numpy()
@@ -225,28 +230,24 @@ class TensorSource:
 
         Neighbouring features of one id lie together: an example's ids are side by side.
         """
-        single: list[Tensor] = []
+        single: list[_Array] = []
         for name, part in (*self._ids.items(), ("", None)):
             if isinstance(part, Tensor):
-                single.append(part)
+                single.append(part.numpy())
                 continue
             if single:
-                yield torch.stack(single, dim=1), None, None, len(single)
+                yield torch.from_numpy(np.stack(single, axis=1)), None, None, len(single)
                 single = []
             if part is not None:
                 offsets, weights = part.offsets_B1.contiguous(), self._id_weights.get(name)
                 yield part.values.contiguous(), offsets, weights, 1
 
     def _described(self) -> Tensor:
-        """int64 [runs, 4]: `ExampleIds` of the core."""
-        words = [
-            (
-                address(ids),
-                *(0 if one is None else address(one) for one in (offsets, weights)),
-                width,
-            )
-            for ids, offsets, weights, width in self._runs
-        ]
+        """int64 [runs, 5]: `ExampleIds` of the core."""
+        words = []
+        for ids, offsets, weights, width in self._runs:
+            others = [0 if one is None else address(one) for one in (offsets, weights)]
+            words.append([address(ids), *others, width, ids.numel()])
         return torch.tensor(words, dtype=torch.int64, device="cpu")
 
     def _check_id_weights(self) -> None:
@@ -393,6 +394,7 @@ def _check(
         if isinstance(part, Ragged):
             if part.batch_size != size:
                 raise _shape(f"lists of {name!r}", part.offsets_B1[1:], f"[{size}]")
+            part.validate()
         elif part.shape != (size,):
             raise _shape(f"ids of {name!r}", part, f"[{size}]")
         elif part.dtype != torch.int64:

@@ -111,6 +111,10 @@ def test_a_run_of_mixed_puzzles_goes_on_in_the_next_call(
     module, asked, now_s = bench(), [], [0.0]
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "statistics.json").write_text("{}")
+    # A folder of a bench that did not write whether the run was finished.
+    first = tmp_path / "HRM-without-the-bootstrap-forward"
+    first.mkdir()
+    (first / "reached.json").write_text(json.dumps({"steps": 40.0, "total_steps": 41.0}))
 
     def trained(_ranks: int, task: str, params: dict[str, Any], **_: Any) -> list[dict[str, float]]:
         asked.append((Path(params["run"]).name, params["arch"][-1]))

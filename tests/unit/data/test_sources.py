@@ -350,37 +350,77 @@ def test_a_subset_refuses_rows_that_are_not_there(rows: torch.Tensor, error: typ
 
 
 LISTS: list[list[int]] = [[1, 2], [], [3], [], [-4, 5, 6], []]
+REPEATED = [row % 6 for row in range(0, 200, 5)]
 
 
-@pytest.mark.parametrize("rows", [[], [1], [4, 0, 0, 5, 2], [3, 1, 5]])
-def test_a_batch_has_the_lists_of_its_examples_in_any_order_of_features(rows: list[int]):
+@pytest.mark.parametrize("rows", [[], [1], [4, 0, 0, 5, 2], [3, 1, 5], REPEATED])
+@pytest.mark.parametrize("default", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_batch_has_the_lists_of_its_examples_in_any_order_of_features(
+    rows: list[int], default: torch.dtype
+):
+    strided = Ragged.from_lists(LISTS)
+    values, offsets = (
+        torch.stack([one, one], 1)[:, 0] for one in (strided.values, strided.offsets_B1)
+    )
     ids = {
-        "first": Ragged.from_lists(LISTS),
+        "first": Ragged(values, offsets),
         "a": torch.arange(10, 16),
-        "b": torch.arange(20, 26),
+        "b": torch.arange(20, 32)[::2],
         "weighted": Ragged.from_lists(LISTS[::-1]),
         "last": torch.arange(30, 36),
     }
-    weights = torch.arange(1.0, 7.0)
-    source = TensorSource(ids, torch.zeros(6), id_weights={"weighted": weights})
-    taken = source.take(torch.tensor(rows, dtype=torch.int64)).ids
+    weights = torch.arange(1.0, 13.0, dtype=torch.float32)[::2]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        source = TensorSource(ids, torch.zeros(6), id_weights={"weighted": weights})
+        taken = source.take(torch.tensor(rows, dtype=torch.int64)).ids
+    finally:
+        torch.set_default_dtype(before)
     assert taken.to_lists() == {
         "first": [LISTS[row] for row in rows],
         "a": [[10 + row] for row in rows],
-        "b": [[20 + row] for row in rows],
+        "b": [[20 + 2 * row] for row in rows],
         "weighted": [LISTS[5 - row] for row in rows],
         "last": [[30 + row] for row in rows],
     }
-    of_row = [[], [1.0, 2.0, 3.0], [], [4.0], [], [5.0, 6.0]]
+    of_row = [[], [1.0, 3.0, 5.0], [], [7.0], [], [9.0, 11.0]]
     assert taken.weights_of("weighted").tolist() == [one for row in rows for one in of_row[row]]
-    assert taken.weights_of("a").tolist() == [1.0] * len(rows)
+    plain = [taken.weights_of(name) for name in ("first", "a", "b", "last")]
+    assert all(one is not None and one.dtype == torch.float32 and (one == 1).all() for one in plain)
 
 
-@pytest.mark.parametrize("row", [-1, 6, 1 << 40])
-def test_numbers_of_no_example_are_refused(row: int):
+@pytest.mark.parametrize(
+    ("rows", "error", "words"),
+    [
+        (torch.tensor([0, -1, 2]), InputError, "got -1; allowed: below 6"),
+        (torch.tensor([0, 6, 2]), InputError, "got 6; allowed: below 6"),
+        (torch.tensor([1 << 40]), InputError, "got 1099511627776"),
+        (torch.tensor([0, 1], dtype=torch.int32), DTypeError, "int32"),
+        (torch.tensor([True]), DTypeError, "bool"),
+        (torch.tensor([[0, 1]]), ShapeError, "one dimension"),
+    ],
+)
+def test_numbers_of_no_example_are_refused(rows: torch.Tensor, error: type[Exception], words: str):
     source = TensorSource({"id": torch.arange(6)}, torch.zeros(6))
-    with pytest.raises(InputError, match=rf"number of an example.*got {row}.*0\.\.5"):
-        source.take(torch.tensor([0, row, 2]))
+    with pytest.raises(error, match=rf"numbers? of (an )?examples?.*{words}"):
+        source.take(rows)
+
+
+@pytest.mark.parametrize("offsets", [[0, 2, 10], [0, 50_000, 3], [1, 2, 3], [0, 2, 2]])
+def test_offsets_that_are_none_are_refused(offsets: list[int]):
+    lists = Ragged(torch.arange(3), torch.tensor(offsets))
+    with pytest.raises(ShapeError, match="offset"):
+        TensorSource({"id": lists}, torch.zeros(2))
+
+
+@pytest.mark.parametrize("offsets", [[0, 2, 10], [0, 50_000, 3], [-1, 2, 3]])
+def test_offsets_that_change_later_reach_no_other_memory(offsets: list[int]):
+    lists = Ragged(torch.arange(3), torch.tensor([0, 1, 3]))
+    source = TensorSource({"id": lists}, torch.zeros(2))
+    lists.offsets_B1.copy_(torch.tensor(offsets))
+    with pytest.raises(InputError, match="as it was made"):
+        source.take(torch.arange(2))
 
 
 def test_every_other_number_of_a_tensor_is_taken():
