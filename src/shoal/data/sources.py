@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
-from shoal.data.batch import Batch, TensorSource, join
+from shoal.data.batch import Batch, TensorSource, checked_rows, join
 from shoal.data.features import Recipe, encode, encode_times
 from shoal.data.quarantine import BadRow, Quarantine, sort_out
-from shoal.errors import DataError, InputError, ShapeError
+from shoal.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -67,15 +67,7 @@ class Subset:
     """
 
     def __init__(self, source: Source, rows_N: Tensor) -> None:
-        if rows_N.ndim != 1 or rows_N.dtype != torch.int64:
-            got = f"{rows_N.dtype} {list(rows_N.shape)}"
-            remedy = "Give one number per example."
-            raise ShapeError("rows of a subset", got=got, allowed="int64 [N]", remedy=remedy)
-        size = len(source)
-        if rows_N.numel() and not 0 <= int(rows_N.min()) <= int(rows_N.max()) < size:
-            got = f"{int(rows_N.min())}..{int(rows_N.max())}"
-            remedy = "Take rows of this source."
-            raise InputError("rows of a subset", got=got, allowed=f"0..{size - 1}", remedy=remedy)
+        checked_rows(rows_N, len(source), "rows of a subset")
         self._source = source
         self._rows_N = rows_N
         self.features, self.num_dense = source.features, source.num_dense
@@ -89,6 +81,7 @@ class Subset:
 
     def take(self, rows_B: Tensor) -> Batch:
         """The examples of these numbers, in this order."""
+        checked_rows(rows_B, len(self))
         return self._source.take(self._rows_N[rows_B])
 
 
@@ -247,6 +240,7 @@ class ParquetSource:
         Raises:
             DataError: a row group is damaged or holds what the recipe does not allow.
         """
+        checked_rows(rows_B, len(self))
         with self._lock:
             return self._taken(rows_B)
 

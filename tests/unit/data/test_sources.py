@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from shoal.data import (
     CsvSource,
     IdFeature,
     ParquetSource,
+    Quarantine,
     Recipe,
     Source,
     Subset,
@@ -376,11 +378,50 @@ def test_a_batch_has_the_lists_of_its_examples_in_any_order_of_features(rows: li
     assert taken.weights_of("a").tolist() == [1.0] * len(rows)
 
 
-@pytest.mark.parametrize("row", [-1, 6, 1 << 40])
-def test_numbers_of_no_example_are_refused(row: int):
-    source = TensorSource({"id": torch.arange(6)}, torch.zeros(6))
-    with pytest.raises(InputError, match=rf"number of an example.*got {row}.*0\.\.5"):
-        source.take(torch.tensor([0, row, 2]))
+def one_source(kind: str, folder: Path) -> Source:
+    """Six examples, in two row groups where they are of a file."""
+    ids = {"u": torch.arange(6)}
+    if kind == "parquet":
+        pq.write_table(pa.table({"u": range(6), "y": [0.0] * 6}), folder / "six", row_group_size=3)
+        quarantine = Quarantine(folder / "bad.jsonl")
+        return ParquetSource([folder / "six"], ONE, quarantine=quarantine)
+    if kind == "synthetic":
+        return SyntheticClicks(examples=6, num_features=1)
+    source = TensorSource(ids, torch.zeros(6))
+    return Subset(source, torch.arange(6)) if kind == "subset" else source
+
+
+@pytest.mark.parametrize("kind", ["tensors", "subset", "parquet", "synthetic"])
+@pytest.mark.parametrize(
+    ("rows", "error", "words"),
+    [
+        (torch.tensor([0, -1, 2]), InputError, r"number of an example.*got -1.*0\.\.5"),
+        (torch.tensor([0, 6, 2]), InputError, r"number of an example.*got 6.*0\.\.5"),
+        (torch.tensor([1 << 40]), InputError, r"number of an example.*got 1099511627776.*0\.\.5"),
+        (torch.tensor([1, 2], dtype=torch.int32), ShapeError, r"got torch.int32 \[2\].*int64"),
+        (torch.ones(6, dtype=torch.bool), ShapeError, r"got torch.bool \[6\].*int64"),
+        (torch.tensor([[1, 2]]), ShapeError, r"got torch.int64 \[1, 2\].*int64"),
+    ],
+)
+def test_numbers_of_no_example_are_refused(
+    kind: str, rows: torch.Tensor, error: type[Exception], words: str, tmp_path: Path
+):
+    source = one_source(kind, tmp_path)
+    with pytest.raises(error, match=words):
+        source.take(rows)
+    if isinstance(source, TensorSource):
+        with pytest.raises(error, match=words):
+            source.select(rows)
+
+
+def test_ids_are_in_memory_once():
+    ids = {name: torch.arange(6) for name in "ab"}
+    given = [weakref.ref(one) for one in ids.values()]
+    source = TensorSource(ids, torch.zeros(6))
+    del ids
+    assert [ref() for ref in given] == [None, None]
+    chosen = source.select(torch.tensor([4, 2]))
+    assert chosen.take(torch.tensor([1, 0])).ids.to_lists() == {"a": [[2], [4]], "b": [[2], [4]]}
 
 
 def test_every_other_number_of_a_tensor_is_taken():
