@@ -243,7 +243,8 @@ def times(column: pa.Array, name: str, rows: Rows) -> Tensor:
 
     if rows.spelled and is_text(column):
         kinds = [pa.int64(), pa.timestamp("ns"), pa.timestamp("ns", tz="UTC")]
-        column = parsed(column, name, rows, kinds, "whole seconds or an ISO 8601 time")
+        allowed = "whole seconds, or ISO 8601 times with an offset in all or in none"
+        column = parsed(column, name, rows, kinds, allowed)
     rows.refuse_nulls(column, f"time column {name!r}")
     if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
         zone = column.type.tz if pa.types.is_timestamp(column.type) else None

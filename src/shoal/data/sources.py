@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Made = TypeVar("Made")
+_CSV_BLOCK = 1 << 24  # bytes that hold a row
 
 
 @runtime_checkable
@@ -451,8 +452,8 @@ def _csv_header(path: Path, recipe: Recipe) -> pa.Schema:
 
     # Rows are not its matter.
     lenient = csv.ParseOptions(invalid_row_handler=lambda _: "skip")
-    with _read(path, lambda: csv.open_csv(path, parse_options=lenient)) as opened:
-        names = opened.schema.names
+    blocks = csv.ReadOptions(block_size=_CSV_BLOCK)
+    names = _read(path, lambda: csv.open_csv(path, blocks, lenient).schema.names)
     recipe.check_columns(names, str(path))
     return pa.schema([(name, pa.large_string()) for name in names])
 
@@ -477,12 +478,14 @@ def _csv_examples(
     kind, handler = (text, None) if quarantine is None else (pa.large_binary(), leave_out)
     names = recipe.columns_of(header.names)
     options = csv.ConvertOptions(include_columns=names, column_types=dict.fromkeys(names, kind))
+    # A stray quote makes one row of all that follows.
+    block = _CSV_BLOCK if quarantine is None else min(path.stat().st_size + 1, (1 << 31) - 1)
     table = _read(
         path,
         lambda: csv.read_csv(
             path,
-            read_options=csv.ReadOptions(use_threads=quarantine is None),
-            parse_options=csv.ParseOptions(invalid_row_handler=handler),
+            read_options=csv.ReadOptions(use_threads=quarantine is None, block_size=block),
+            parse_options=csv.ParseOptions(newlines_in_values=True, invalid_row_handler=handler),
             convert_options=options,
         ),
     )
@@ -526,9 +529,9 @@ def _read(path: Path, read: Any) -> Any:
 
     try:
         return read()
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, UnicodeError, pa.ArrowException) as error:
         allowed = "a file that exists, is not empty and is whole"
-        remedy = "Check the path, and that the file was written to its end."
+        remedy = "Check its path and end; of a CSV its quotes, and that it is UTF-8."
         got = str(error).strip() or type(error).__name__
         raise DataError(f"data file {path}", got=got, allowed=allowed, remedy=remedy) from error
 

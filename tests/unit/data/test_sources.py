@@ -23,9 +23,11 @@ from shoal.data import (
     Subset,
     SyntheticClicks,
     TensorSource,
+    sources,
     split_by_time,
 )
 from shoal.errors import ConfigError, DataError, DTypeError, InputError, ShapeError
+from shoal.ids import hash_strings
 from shoal.metrics import auc
 from shoal.ragged import Ragged
 
@@ -376,6 +378,45 @@ def test_a_batch_has_the_lists_of_its_examples_in_any_order_of_features(rows: li
     of_row = [[], [1.0, 2.0, 3.0], [], [4.0], [], [5.0, 6.0]]
     assert taken.weights_of("weighted").tolist() == [one for row in rows for one in of_row[row]]
     assert taken.weights_of("a").tolist() == [1.0] * len(rows)
+
+
+def quoted_csv(path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> Path:
+    """A CSV that is read in blocks of 4 KiB."""
+    monkeypatch.setattr(sources, "_CSV_BLOCK", 1 << 12)
+    path.write_text("u,y\n" + "\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("quarantined", [False, True])
+def test_quoted_text_has_line_ends_wherever_blocks_end(
+    quarantined: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    texts = [f"line {n}\nof two" for n in range(2000)]
+    path = quoted_csv(tmp_path / "a.csv", monkeypatch, [f'"{text}",1' for text in texts])
+    source = CsvSource((path,), ONE, Quarantine(tmp_path / "bad") if quarantined else None)
+    taken = source.take(torch.arange(2000)).ids
+    assert torch.equal(taken.values_N, hash_strings(texts))
+
+
+def test_a_quote_that_never_closes_loses_no_rows_silently(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    lines = [f"u{n},{n % 2}" for n in range(2000)]
+    lines[5] = '"u5,1'
+    path = quoted_csv(tmp_path / "a.csv", monkeypatch, lines)
+    with pytest.raises(DataError, match="its quotes"):
+        CsvSource((path,), ONE)
+    source = CsvSource((path,), ONE, Quarantine(tmp_path / "bad", most_rows=2000))
+    assert len(source) == 5
+    assert '"rows": [5, 2000]' in (tmp_path / "bad").read_text()
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_names_of_columns_that_are_no_utf8(encoding: str, tmp_path: Path):
+    path = tmp_path / "a.csv"
+    path.write_text("u,y,gr\u00f6\u00dfe\n1,0,2\n", encoding=encoding)
+    with pytest.raises(DataError, match=r"a\.csv.*it is UTF-8"):
+        CsvSource((path,), ONE)
 
 
 def one_source(kind: str, folder: Path) -> Source:
