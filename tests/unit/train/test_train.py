@@ -264,6 +264,16 @@ def test_a_window_without_weight_changes_no_weights(tmp_path: Path):
     assert math.isfinite(result.metrics["deepfm"]["log_loss"])
 
 
+def test_examples_that_weigh_nothing_have_a_report_without_figures(tmp_path: Path):
+    file = tmp_path / "rows.csv"
+    file.write_text("user,label,weight\n" + "u1,1,0\nu2,0,0\n" * 10)
+    columns = {"paths": (str(file),), "eval_paths": (str(file),), "label": "label"}
+    source = {"kind": "csv", **columns, "ids": {"user": {}}, "weight": "weight"}
+    result, _ = run(tmp_path, data={"source": source, "batch_size": 5})
+    assert all(math.isnan(sheet["auc"]) for sheet in result.metrics.values())
+    assert "NaN" not in (result.folder / "report.html").read_text()
+
+
 def test_no_examples_to_judge_are_an_error(tmp_path: Path):
     file = tmp_path / "clicks.csv"
     file.write_text("user,label,second\n1,0,10\n2,1,20\n")
