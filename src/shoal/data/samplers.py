@@ -610,11 +610,11 @@ def _read(
             text = csv.ConvertOptions(column_types=dict.fromkeys(names, pa.large_string()))
             lines = csv.ParseOptions(newlines_in_values=True)
             table = csv.read_csv(path, parse_options=lines, convert_options=text)
+            present = table.schema.names
         else:
             file = pq.ParquetFile(path)
-            there = set(file.schema_arrow.names)
-            table = file.read([name for name in dict.fromkeys(names) if name in there])
-        present = table.schema.names
+            present = file.schema_arrow.names
+            table = file.read([name for name in dict.fromkeys(names) if name in present])
     except (OSError, UnicodeError, pa.ArrowException) as error:
         got = str(error).strip() or type(error).__name__
         what, allowed = f"file {path} of {section}", "a file that exists and is whole"
