@@ -356,7 +356,7 @@ def test_settings_that_do_not_fit_are_refused(change: dict[str, Any], message: s
 def test_files_that_do_not_fit_are_named(tmp_path: Path) -> None:
     path = write(tmp_path, "items", TABLE, "parquet")
     settings = SamplerSettings(items=path, id="item", weight="n", count=1)
-    with pytest.raises(DataError, match="column 'weigt' of.*allowed: item, kind, year, n"):
+    with pytest.raises(DataError, match=r"column 'weigt' of.*allowed: item, kind, year, n"):
         Sampler.open(replace(settings, weight="weigt"), RECIPE)
     with pytest.raises(DataError, match=r"none\.parquet of data\.sampler"):
         Sampler.open(replace(settings, items=str(tmp_path / "none.parquet")), RECIPE)

@@ -170,12 +170,13 @@ def test_predict_writes_a_row_per_example(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_predict_into_a_folder_that_is_not_there_says_so(tmp_path: Path):
+def test_predict_to_where_no_file_can_be_says_so_before_it_predicts(tmp_path: Path):
     result, _ = run(tmp_path)
-    with pytest.raises(DataError, match="--out"):
-        train.predict(
-            str(result.folder), out=tmp_path / "no" / "p.parquet", console=Console(quiet=True)
-        )
+    shown = io.StringIO()
+    for out in (tmp_path / "no" / "p.parquet", tmp_path):
+        with pytest.raises(DataError, match="--out"):
+            train.predict(str(result.folder), out=out, console=Console(file=shown))
+    assert "examples" not in shown.getvalue()
 
 
 @pytest.mark.slow
