@@ -34,11 +34,8 @@ void take_lists(const T* from, const std::int64_t* starts, const std::int64_t* r
 
 }  // namespace
 
-std::int64_t example_offsets(const ExampleIds* parts, std::int64_t count, std::int64_t size,
+std::int64_t example_offsets(const ExampleIds* parts, std::int64_t count,
                              const std::int64_t* rows, std::int64_t n, std::int64_t* offsets) {
-  for (std::int64_t i = 0; i < n; ++i) {
-    if (static_cast<std::uint64_t>(rows[i]) >= static_cast<std::uint64_t>(size)) return -1 - i;
-  }
   std::int64_t total = 0;
   *offsets++ = 0;
   for (const ExampleIds* part = parts; part < parts + count; ++part) {

@@ -15,9 +15,9 @@ struct ExampleIds {
   std::int64_t count;           // ids of lists
 };
 
-// Writes the offsets of the batch's lists, starts at 0. Returns how many ids they have, or
-// -1 - i if rows[i] is not in [0, size) or has a list that is not within its ids.
-std::int64_t example_offsets(const ExampleIds* parts, std::int64_t count, std::int64_t size,
+// Writes the offsets of the batch's lists, starts at 0. Returns how many ids they have, or -1 - i
+// if rows[i] has a list that is not within its feature's ids.
+std::int64_t example_offsets(const ExampleIds* parts, std::int64_t count,
                              const std::int64_t* rows, std::int64_t n, std::int64_t* offsets);
 
 // Writes the ids of the lists that `example_offsets` has laid out, and their weights if asked for.

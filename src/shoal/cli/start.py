@@ -212,7 +212,7 @@ def _sort_columns(found: _Found, sample: Any) -> None:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    from shoal.data.columns import decoded, is_list
+    from shoal.data.columns import Rows, decoded, floats, is_list
 
     known = {found.label, found.time, *(name for some in found.unused.values() for name in some)}
     alone: list[str] = []
@@ -221,12 +221,16 @@ def _sort_columns(found: _Found, sample: Any) -> None:
             kind = kind.value_type
         if name in known:
             continue
-        if not name.isprintable():  # in configs no key is
-            found.leave_out(name, "a name that is not printable")
+        if not (name and name.isprintable()):  # in configs no key is
+            found.leave_out(name, "a name that is empty or not printable")
         elif is_list(kind) and _is_id(kind.value_type):
             found.lists.append(name)
         elif pa.types.is_floating(kind) or pa.types.is_decimal(kind):
-            found.dense.append(name)
+            values = floats(decoded(sample[name]), name, Rows(""), pa.float32())
+            if pc.any(pc.is_inf(values)).as_py():
+                found.leave_out(name, "infinite, or beyond float32")
+            else:
+                found.dense.append(name)
         elif not _is_id(kind):
             found.leave_out(name, "neither ids nor numbers")
         else:

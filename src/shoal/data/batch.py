@@ -15,7 +15,7 @@ from shoal._core import ops as core
 from shoal.address import address
 from shoal.errors import DTypeError, InputError, ShapeError
 from shoal.models.tasks import Negatives
-from shoal.ragged import KeyedRagged, Ragged, check_ids, pinned
+from shoal.ragged import KeyedRagged, Ragged, pinned
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -192,25 +192,24 @@ class TensorSource:
 
         Raises:
             InputError: a number that no example has, or offsets that changed since.
-            DTypeError, ShapeError: not int64 [B].
+            ShapeError: not int64 [B].
         """
-        check_ids("numbers of examples", rows_B)
         # Not torch, since a loader's thread must not take torch's threads from the training step.
+        rows = checked_rows(rows_B, len(self))
         rows_B, runs = rows_B.contiguous(), self._described()
         given = address(runs), len(runs)
         drawn = address(rows_B), rows_B.numel()
         offsets_FB1 = _ints(len(self._features) * rows_B.numel() + 1)
-        count = core.example_offsets(*given, len(self), *drawn, address(offsets_FB1))
+        count = core.example_offsets(*given, *drawn, address(offsets_FB1))
         if count < 0:
-            got, remedy = int(rows_B[-1 - count]), "Take examples of this source, as it was made."
-            raise InputError("number of an example", got, f"below {len(self)}, 0 or more", remedy)
+            got, remedy = int(rows[-1 - count]), "Do not change a source's tensors."
+            raise InputError("lists of an example", got, "offsets as they were", remedy)
         values_N = _ints(count)
         weights_N = (
             torch.empty(count, dtype=torch.float32, device="cpu") if self._id_weights else None
         )
         weights = 0 if weights_N is None else address(weights_N)
         core.example_ids(*given, *drawn, address(offsets_FB1), address(values_N), weights)
-        rows = rows_B.numpy()
         times_B = self._times.numpy()[rows]
         return Batch(
             ids=KeyedRagged(self._features, values_N, offsets_FB1, weights_N),
@@ -230,14 +229,16 @@ class TensorSource:
 
         Neighbouring features of one id lie together: an example's ids are side by side.
         """
-        single: list[_Array] = []
+        single: dict[str, _Array] = {}
         for name, part in (*self._ids.items(), ("", None)):
             if isinstance(part, Tensor):
-                single.append(part.numpy())
+                single[name] = part.numpy()
                 continue
             if single:
-                yield torch.from_numpy(np.stack(single, axis=1)), None, None, len(single)
-                single = []
+                together = torch.from_numpy(np.stack([*single.values()], axis=1))
+                self._ids |= zip(single, together.unbind(1), strict=True)  # not in memory twice
+                yield together, None, None, len(single)
+                single = {}
             if part is not None:
                 offsets, weights = part.offsets_B1.contiguous(), self._id_weights.get(name)
                 yield part.values.contiguous(), offsets, weights, 1
@@ -262,9 +263,10 @@ class TensorSource:
         """A copy of the examples of these numbers (int64 [M]), in this order."""
         ids: dict[str, Tensor | Ragged] = {}
         id_weights: dict[str, Tensor] = {}
+        rows = checked_rows(rows_M, len(self))
         for name, part in self._ids.items():
             if isinstance(part, Ragged):
-                at_N, lengths_M = map(torch.from_numpy, places_of(part, rows_M.numpy()))
+                at_N, lengths_M = map(torch.from_numpy, places_of(part, rows))
                 ids[name] = Ragged.from_lengths(part.values[at_N], lengths_M)
                 if name in self._id_weights:
                     id_weights[name] = self._id_weights[name][at_N]
@@ -280,7 +282,7 @@ class TensorSource:
             id_weights=id_weights,
             more_labels=None if self._more_labels is None else self._more_labels[rows_M],
             rates=None if self._rates is None else self._rates[rows_M],
-            keys=_maybe_keys(self._keys, rows_M.numpy()),
+            keys=_maybe_keys(self._keys, rows),
             unlabelled=self._unlabelled,
         )
 
@@ -320,6 +322,24 @@ def join(parts: Sequence[TensorSource]) -> TensorSource:
         keys=_joined_keys([part._keys for part in parts]),
         unlabelled=any(part._unlabelled for part in parts),
     )
+
+
+def checked_rows(rows_B: Tensor, size: int, what: str = "number of an example") -> _Array:
+    """Numbers of examples, each below `size`.
+
+    Raises:
+        InputError: a number that no example has.
+        ShapeError: not int64 [B].
+    """
+    if rows_B.ndim != 1 or rows_B.dtype != torch.int64:
+        got, remedy = f"{rows_B.dtype} {list(rows_B.shape)}", "Give one number per example."
+        raise ShapeError(what, got=got, allowed="int64 [B]", remedy=remedy)
+    rows = rows_B.numpy()
+    bad = rows.view(np.uint64) >= size  # also below 0
+    if bad.any():
+        got, remedy = str(rows[bad][0]), "Take examples of this source."
+        raise InputError(what, got=got, allowed=f"0..{size - 1}", remedy=remedy)
+    return rows
 
 
 def places_of(part: Ragged, rows_B: _Array) -> tuple[_Array, _Array]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _LAST_SECOND = (1 << 32) - 1
 _LISTED = 50
 _LIST_TYPES = ("is_list", "is_large_list", "is_fixed_size_list")
+_CORRECT = "Correct the file, or name another column."
 _DROP = "Drop these rows, or write a value that stands for 'unknown'."
 
 
@@ -179,7 +180,7 @@ def numbers(
     fill: float | None = None,
     low: float = -np.inf,
     high: float = np.inf,
-    remedy: str = "Correct the file, or name another column.",
+    remedy: str = _CORRECT,
     kind: pa.DataType | None = None,
 ) -> Tensor:
     """float32 (or `kind`) [N], finite, from `low` to `high`; null and NaN become `fill`, if given.
@@ -204,6 +205,7 @@ def numbers(
             if not bad_N.any():
                 return torch.from_numpy(values_N)
         row = _first(bad_N)
+        remedy = remedy if np.isnan(values_N[row]) else _CORRECT
         allowed = f"{low:g}..{high:g}" if np.isfinite(high) else f"finite {values_N.dtype}"
         allowed += f" of at least {low:g}" if np.isfinite(low) and not np.isfinite(high) else ""
         raise rows.error(f"column {name!r}", row, column[row].as_py(), allowed, remedy)
@@ -241,7 +243,8 @@ def times(column: pa.Array, name: str, rows: Rows) -> Tensor:
 
     if rows.spelled and is_text(column):
         kinds = [pa.int64(), pa.timestamp("ns"), pa.timestamp("ns", tz="UTC")]
-        column = parsed(column, name, rows, kinds, "whole seconds or an ISO 8601 time")
+        allowed = "whole seconds, or ISO 8601 times with an offset in all or in none"
+        column = parsed(column, name, rows, kinds, allowed)
     rows.refuse_nulls(column, f"time column {name!r}")
     if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
         zone = column.type.tz if pa.types.is_timestamp(column.type) else None
@@ -252,9 +255,8 @@ def times(column: pa.Array, name: str, rows: Rows) -> Tensor:
     bad_N = (times_N < 0) | (times_N > _LAST_SECOND)
     if bad_N.any():
         row = _first(bad_N)
-        remedy = "Correct the file, or name another column."
         allowed = f"0..{_LAST_SECOND} seconds"
-        raise rows.error(f"time column {name!r}", row, times_N[row], allowed, remedy)
+        raise rows.error(f"time column {name!r}", row, times_N[row], allowed, _CORRECT)
     return torch.from_numpy(times_N)
 
 
@@ -340,8 +342,7 @@ def parsed(
     if found is not None:
         return found
     row = max(_first_unreadable(text, kind) for kind in kinds)
-    got, remedy = repr(column[row].as_py()), "Correct the file, or name another column."
-    raise rows.error(f"column {name!r}", row, got, allowed, remedy)
+    raise rows.error(f"column {name!r}", row, repr(column[row].as_py()), allowed, _CORRECT)
 
 
 def _cast(text: pa.Array, kinds: Sequence[pa.DataType]) -> pa.Array | None:

@@ -653,8 +653,9 @@ def _dense(spec: FeatureSpec, values: Values, rows: Rows) -> Tensor:
     wrong = lengths != spec.width
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
-        allowed = f"{spec.width} (width)"
-        raise rows.error(f"column {name!r}", row, f"{lengths[row]} numbers", allowed, remedy)
+        got, allowed = f"{lengths[row]} numbers", f"{spec.width} (width)"
+        remedy = remedy if not lengths[row] else "Correct the data, or change width."
+        raise rows.error(f"column {name!r}", row, got, allowed, remedy)
     numbers = columns.numbers(_number_text(array), name, within(spelled, lengths), remedy=remedy)
     return numbers if spec.width == 1 else numbers.view(-1, spec.width)
 

@@ -83,9 +83,10 @@ class Quarantine:
             if not self._is_new(path, -1):
                 return
             self.files += 1
-            self._write({"file": str(path), "reason": str(error)[:_LONGEST]}, alike=True)
+            reason = str(error)[:_LONGEST]
+            self._write({"file": str(path), "reason": reason}, alike=True)
             if self.files > self.most_files:
-                raise _too_many("files", self.files, self.most_files, "files", self.path) from error
+                raise _too_many("files", self.files, self.most_files, reason, self.path) from error
 
     def row(self, path: Path, row: int, bad: BadRow, *, size: int = 1, alike: bool = False) -> None:
         """Leave a row out, or several in a row that are one damaged span.

@@ -608,16 +608,18 @@ def _read(
     try:
         if spelled:
             text = csv.ConvertOptions(column_types=dict.fromkeys(names, pa.large_string()))
-            table = csv.read_csv(path, convert_options=text)
+            lines = csv.ParseOptions(newlines_in_values=True)
+            table = csv.read_csv(path, parse_options=lines, convert_options=text)
+            present = table.schema.names
         else:
             file = pq.ParquetFile(path)
-            there = set(file.schema_arrow.names)
-            table = file.read([name for name in dict.fromkeys(names) if name in there])
-    except (OSError, pa.ArrowException) as error:
+            present = file.schema_arrow.names
+            table = file.read([name for name in dict.fromkeys(names) if name in present])
+    except (OSError, UnicodeError, pa.ArrowException) as error:
         got = str(error).strip() or type(error).__name__
         what, allowed = f"file {path} of {section}", "a file that exists and is whole"
         raise DataError(what, got, allowed, "Check the path.") from error
-    columns.check_present(names, table.schema.names, path)
+    columns.check_present(names, present, path)
     return table, Rows(path, 0, spelled)
 
 

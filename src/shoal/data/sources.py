@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
-from shoal.data.batch import Batch, TensorSource, join
+from shoal.data.batch import Batch, TensorSource, checked_rows, join
 from shoal.data.features import Recipe, encode, encode_times
 from shoal.data.quarantine import BadRow, Quarantine, sort_out
-from shoal.errors import DataError, InputError, ShapeError
+from shoal.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 Made = TypeVar("Made")
+_CSV_BLOCK = 1 << 24  # bytes that hold a row
 
 
 @runtime_checkable
@@ -67,15 +68,7 @@ class Subset:
     """
 
     def __init__(self, source: Source, rows_N: Tensor) -> None:
-        if rows_N.ndim != 1 or rows_N.dtype != torch.int64:
-            got = f"{rows_N.dtype} {list(rows_N.shape)}"
-            remedy = "Give one number per example."
-            raise ShapeError("rows of a subset", got=got, allowed="int64 [N]", remedy=remedy)
-        size = len(source)
-        if rows_N.numel() and not 0 <= int(rows_N.min()) <= int(rows_N.max()) < size:
-            got = f"{int(rows_N.min())}..{int(rows_N.max())}"
-            remedy = "Take rows of this source."
-            raise InputError("rows of a subset", got=got, allowed=f"0..{size - 1}", remedy=remedy)
+        checked_rows(rows_N, len(source), "rows of a subset")
         self._source = source
         self._rows_N = rows_N
         self.features, self.num_dense = source.features, source.num_dense
@@ -89,6 +82,7 @@ class Subset:
 
     def take(self, rows_B: Tensor) -> Batch:
         """The examples of these numbers, in this order."""
+        checked_rows(rows_B, len(self))
         return self._source.take(self._rows_N[rows_B])
 
 
@@ -247,6 +241,7 @@ class ParquetSource:
         Raises:
             DataError: a row group is damaged or holds what the recipe does not allow.
         """
+        checked_rows(rows_B, len(self))
         with self._lock:
             return self._taken(rows_B)
 
@@ -457,8 +452,8 @@ def _csv_header(path: Path, recipe: Recipe) -> pa.Schema:
 
     # Rows are not its matter.
     lenient = csv.ParseOptions(invalid_row_handler=lambda _: "skip")
-    with _read(path, lambda: csv.open_csv(path, parse_options=lenient)) as opened:
-        names = opened.schema.names
+    blocks = csv.ReadOptions(block_size=_CSV_BLOCK)
+    names = _read(path, lambda: csv.open_csv(path, blocks, lenient).schema.names)
     recipe.check_columns(names, str(path))
     return pa.schema([(name, pa.large_string()) for name in names])
 
@@ -483,12 +478,14 @@ def _csv_examples(
     kind, handler = (text, None) if quarantine is None else (pa.large_binary(), leave_out)
     names = recipe.columns_of(header.names)
     options = csv.ConvertOptions(include_columns=names, column_types=dict.fromkeys(names, kind))
+    # A stray quote makes one row of all that follows.
+    block = _CSV_BLOCK if quarantine is None else min(path.stat().st_size + 1, (1 << 31) - 1)
     table = _read(
         path,
         lambda: csv.read_csv(
             path,
-            read_options=csv.ReadOptions(use_threads=quarantine is None),
-            parse_options=csv.ParseOptions(invalid_row_handler=handler),
+            read_options=csv.ReadOptions(use_threads=quarantine is None, block_size=block),
+            parse_options=csv.ParseOptions(newlines_in_values=True, invalid_row_handler=handler),
             convert_options=options,
         ),
     )
@@ -532,9 +529,9 @@ def _read(path: Path, read: Any) -> Any:
 
     try:
         return read()
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, UnicodeError, pa.ArrowException) as error:
         allowed = "a file that exists, is not empty and is whole"
-        remedy = "Check the path, and that the file was written to its end."
+        remedy = "Check its path and end; of a CSV its quotes, and that it is UTF-8."
         got = str(error).strip() or type(error).__name__
         raise DataError(f"data file {path}", got=got, allowed=allowed, remedy=remedy) from error
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.data.batch import Batch
+from shoal.data.batch import Batch, checked_rows
 from shoal.errors import ConfigError, DataError
 from shoal.ids import mix64
 from shoal.ragged import KeyedRagged
@@ -125,7 +125,7 @@ class SyntheticClicks:
 
     def take(self, rows_B: Tensor) -> Batch:
         """The examples of these numbers (int64 [B]), in this order; 8 M ids/s or so a thread."""
-        number_B = rows_B.numpy().astype(np.uint64) + np.uint64(self.first)
+        number_B = checked_rows(rows_B, len(self)).astype(np.uint64) + np.uint64(self.first)
         ids_FB = self._ids(number_B)
         dense_BD = self._dense(number_B)
         chance_B = self._chance(ids_FB, dense_BD)

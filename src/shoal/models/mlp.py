@@ -230,7 +230,7 @@ class ModelSpec:
                 raise ConfigError(
                     f"{field.name} of model {self.kind}",
                     got=list(every) if isinstance(value, tuple) else value,
-                    allowed=f"{low:g}..{high:.7g}, {least:d} to {_MOST} of them",
+                    allowed=f"{low:g}..{high:.16g}, {least:d} to {_MOST} of them",
                     remedy="Change the setting.",
                 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -202,7 +203,7 @@ def export_dense(module: nn.Module, signature: Signature, path: str | Path) -> s
         module: takes dense features or None, embeddings, and first-order weights or None.
         signature: the shapes of these.
     """
-    was_training = module.training
+    was_training, saved = module.training, io.BytesIO()  # torch ends the process on a full disk
     module.eval()
     try:
         batch = torch.export.Dim("batch")
@@ -210,17 +211,18 @@ def export_dense(module: nn.Module, signature: Signature, path: str | Path) -> s
         example = dense_example(wanted, 3)
         sizes = tuple(None if one is None else {0: batch} for one in example)
         program = torch.export.export(module, example, dynamic_shapes=sizes)
-        torch.export.save(program, path)
-        written = torch.export.load(path).module()
+        torch.export.save(program, saved)
+        saved.seek(0)
+        written = torch.export.load(saved).module()
         for count in _COMPARED:
             inputs = dense_example(wanted, count)
             with torch.no_grad():
                 torch.testing.assert_close(written(*inputs), module(*inputs))
     except Exception as error:  # noqa: BLE001  torch has many ways to refuse what a module does
-        Path(path).unlink(missing_ok=True)
         return f"{type(error).__name__}: {error}".strip()[:1000]
     finally:
         module.train(was_training)
+    Path(path).write_bytes(saved.getbuffer())
     return None
 
 
@@ -261,7 +263,9 @@ class _Writer:
         if part != "ps":
             problem = export_dense(module, signature, folder / PROGRAM)
             more = {"dense_program": None if problem else PROGRAM, "dense_problem": problem}
-            torch.save(module.state_dict(), folder / STATE)
+            state = io.BytesIO()
+            torch.save(module.state_dict(), state)
+            (folder / STATE).write_bytes(state.getbuffer())
         tables = {}
         if part in ("all", "ps"):
             tables[name] = self._rows(index, of)

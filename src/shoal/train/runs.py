@@ -99,6 +99,8 @@ def write_predictions(
     writer: Any = None
     try:
         with _writing(path):
+            if path.is_dir():
+                raise ValueError("a folder")
             partial.open("wb").close()
         with progress:
             for every in found:

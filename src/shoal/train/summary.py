@@ -357,7 +357,7 @@ def base_rate_figures(base_rate: float, result: BinaryResult) -> dict[str, float
     loss = -label * math.log(rate) - (1 - label) * math.log1p(-rate)
     entropy = result.log_loss / result.normalized_entropy
     return {
-        "auc": 0.5,
+        "auc": math.nan if math.isnan(result.auc) else 0.5,
         "log_loss": loss,
         "ne": loss / entropy,
         "calibration": base_rate / label if label else math.nan,
@@ -460,8 +460,8 @@ def _calibration(results: Mapping[str, BinaryResult]) -> Chart:
     reach = 0.0
     for name, result in results.items():
         full = [part for part in result.bins if part.weight > 0]
-        heaviest = max(part.weight for part in full)
-        reach = max(reach, *(part.mean_prediction for part in full))
+        heaviest = max((part.weight for part in full), default=1.0)  # all weights may be 0
+        reach = max([reach, *(part.mean_prediction for part in full)])
         lines.append(
             Series(
                 name=name,

@@ -220,6 +220,9 @@ ODD = {
     "d #: 'ü\"": [str(k % 4) for k in range(300)],
     "f\nbatch_size: 3": [{"x": 1}] * 300,
     "g\u2028h": [k % 5 for k in range(300)],
+    "": [k % 5 for k in range(300)],
+    "endless": [float("inf") if k == 7 else None for k in range(300)],
+    "large": [1e39] * 300,
     "pair": pa.array([[k % 3, 7] for k in range(300)], pa.list_(pa.int64(), 2)),
     "holes": [[k % 3, None] for k in range(300)],
 }
@@ -271,7 +274,9 @@ def test_init_takes_columns_of_any_name_and_kind(tmp_path: Path) -> None:
     text = file.read_text()
     assert '# Not used, no two rows have the same: "row"\n' in text
     assert '# Not used, null in some list: "holes"\n' in text
-    assert '# Not used, a name that is not printable: "f\\nbatch_size: 3", "g\\Lh"\n' in text
+    unnamed = r'"f\nbatch_size: 3", "g\Lh", ""'
+    assert '# Not used, infinite, or beyond float32: "endless", "large"\n' in text
+    assert f"# Not used, a name that is empty or not printable: {unnamed}\n" in text
     assert '# Made by shoal init from "odd name.parquet"' in text
 
 

@@ -259,7 +259,7 @@ class TestNumbers:
             dense(rows, Raw())
         lists = table(t=["1|2", "3|4"])
         assert dense(lists, Raw(column="t"), separator="|", width=2) == [[1, 2], [3, 4]]
-        with pytest.raises(DataError, match=r"row 0.*2 numbers.*3 \(width\)"):
+        with pytest.raises(DataError, match=r"row 0.*2 numbers.*3 \(width\).*change width"):
             dense(lists, Raw(column="t"), separator="|", width=3)
         empty = table(t=["1|2", ""])
         assert dense(empty, Raw(column="t"), separator="|", width=2, default=5) == [[1, 2], [5, 5]]

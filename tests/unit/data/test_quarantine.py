@@ -264,7 +264,7 @@ def test_a_bad_file_is_an_error_or_left_out(kind: str, words: str, tmp_path: Pat
     assert source.take(torch.arange(SIZE)).labels.numel() == SIZE
     (line,) = lines_of(quarantine)
     assert line["file"] == str(bad)
-    with pytest.raises(DataError, match=r"bad files of the data: got 2.*most_files"):
+    with pytest.raises(DataError, match=r"got 2, the last: data file .*x.*most_files"):
         ParquetSource([good, bad, tmp_path / "x"], RECIPE, quarantine=quarantine)
     with pytest.raises(DataError, match=words):  # nothing is left
         ParquetSource([bad], RECIPE, quarantine=Quarantine(tmp_path / "a", most_files=9))

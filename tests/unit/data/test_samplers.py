@@ -356,12 +356,15 @@ def test_settings_that_do_not_fit_are_refused(change: dict[str, Any], message: s
 def test_files_that_do_not_fit_are_named(tmp_path: Path) -> None:
     path = write(tmp_path, "items", TABLE, "parquet")
     settings = SamplerSettings(items=path, id="item", weight="n", count=1)
-    with pytest.raises(DataError, match="column 'weigt' of"):
+    with pytest.raises(DataError, match=r"column 'weigt' of.*allowed: item, kind, year, n"):
         Sampler.open(replace(settings, weight="weigt"), RECIPE)
     with pytest.raises(DataError, match=r"none\.parquet of data\.sampler"):
         Sampler.open(replace(settings, items=str(tmp_path / "none.parquet")), RECIPE)
     with pytest.raises(ConfigError, match=r"feature of data\.sampler: got 'age'"):
         Sampler.open(replace(settings, attributes=("age",)), RECIPE)
+    (tmp_path / "latin.csv").write_text("item,n,größe\n1,1,2\n", encoding="latin-1")
+    with pytest.raises(DataError, match=r"latin\.csv of data\.sampler"):
+        Sampler.open(replace(settings, items=str(tmp_path / "latin.csv")), RECIPE)
     (tmp_path / "torn.parquet").write_bytes(Path(path).read_bytes()[:50])
     with pytest.raises(DataError, match=r"torn\.parquet of data\.sampler"):
         Sampler.open(replace(settings, items=str(tmp_path / "torn.parquet")), RECIPE)

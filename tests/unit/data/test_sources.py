@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,14 +17,17 @@ from shoal.data import (
     CsvSource,
     IdFeature,
     ParquetSource,
+    Quarantine,
     Recipe,
     Source,
     Subset,
     SyntheticClicks,
     TensorSource,
+    sources,
     split_by_time,
 )
 from shoal.errors import ConfigError, DataError, DTypeError, InputError, ShapeError
+from shoal.ids import hash_strings
 from shoal.metrics import auc
 from shoal.ragged import Ragged
 
@@ -390,23 +394,6 @@ def test_a_batch_has_the_lists_of_its_examples_in_any_order_of_features(
     assert all(one is not None and one.dtype == torch.float32 and (one == 1).all() for one in plain)
 
 
-@pytest.mark.parametrize(
-    ("rows", "error", "words"),
-    [
-        (torch.tensor([0, -1, 2]), InputError, "got -1; allowed: below 6"),
-        (torch.tensor([0, 6, 2]), InputError, "got 6; allowed: below 6"),
-        (torch.tensor([1 << 40]), InputError, "got 1099511627776"),
-        (torch.tensor([0, 1], dtype=torch.int32), DTypeError, "int32"),
-        (torch.tensor([True]), DTypeError, "bool"),
-        (torch.tensor([[0, 1]]), ShapeError, "one dimension"),
-    ],
-)
-def test_numbers_of_no_example_are_refused(rows: torch.Tensor, error: type[Exception], words: str):
-    source = TensorSource({"id": torch.arange(6)}, torch.zeros(6))
-    with pytest.raises(error, match=rf"numbers? of (an )?examples?.*{words}"):
-        source.take(rows)
-
-
 @pytest.mark.parametrize("offsets", [[0, 2, 10], [0, 50_000, 3], [1, 2, 3], [0, 2, 2]])
 def test_offsets_that_are_none_are_refused(offsets: list[int]):
     lists = Ragged(torch.arange(3), torch.tensor(offsets))
@@ -419,8 +406,93 @@ def test_offsets_that_change_later_reach_no_other_memory(offsets: list[int]):
     lists = Ragged(torch.arange(3), torch.tensor([0, 1, 3]))
     source = TensorSource({"id": lists}, torch.zeros(2))
     lists.offsets_B1.copy_(torch.tensor(offsets))
-    with pytest.raises(InputError, match="as it was made"):
+    with pytest.raises(InputError, match="lists of an example"):
         source.take(torch.arange(2))
+
+
+def quoted_csv(path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> Path:
+    """A CSV that is read in blocks of 4 KiB."""
+    monkeypatch.setattr(sources, "_CSV_BLOCK", 1 << 12)
+    path.write_text("u,y\n" + "\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("quarantined", [False, True])
+def test_quoted_text_has_line_ends_wherever_blocks_end(
+    quarantined: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    texts = [f"line {n}\nof two" for n in range(2000)]
+    path = quoted_csv(tmp_path / "a.csv", monkeypatch, [f'"{text}",1' for text in texts])
+    source = CsvSource((path,), ONE, Quarantine(tmp_path / "bad") if quarantined else None)
+    taken = source.take(torch.arange(2000)).ids
+    assert torch.equal(taken.values_N, hash_strings(texts))
+
+
+def test_a_quote_that_never_closes_loses_no_rows_silently(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    lines = [f"u{n},{n % 2}" for n in range(2000)]
+    lines[5] = '"u5,1'
+    path = quoted_csv(tmp_path / "a.csv", monkeypatch, lines)
+    with pytest.raises(DataError, match="its quotes"):
+        CsvSource((path,), ONE)
+    source = CsvSource((path,), ONE, Quarantine(tmp_path / "bad", most_rows=2000))
+    assert len(source) == 5
+    assert '"rows": [5, 2000]' in (tmp_path / "bad").read_text()
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_names_of_columns_that_are_no_utf8(encoding: str, tmp_path: Path):
+    path = tmp_path / "a.csv"
+    path.write_text("u,y,gr\u00f6\u00dfe\n1,0,2\n", encoding=encoding)
+    with pytest.raises(DataError, match=r"a\.csv.*it is UTF-8"):
+        CsvSource((path,), ONE)
+
+
+def one_source(kind: str, folder: Path) -> Source:
+    """Six examples, in two row groups where they are of a file."""
+    ids = {"u": torch.arange(6)}
+    if kind == "parquet":
+        pq.write_table(pa.table({"u": range(6), "y": [0.0] * 6}), folder / "six", row_group_size=3)
+        quarantine = Quarantine(folder / "bad.jsonl")
+        return ParquetSource([folder / "six"], ONE, quarantine=quarantine)
+    if kind == "synthetic":
+        return SyntheticClicks(examples=6, num_features=1)
+    source = TensorSource(ids, torch.zeros(6))
+    return Subset(source, torch.arange(6)) if kind == "subset" else source
+
+
+@pytest.mark.parametrize("kind", ["tensors", "subset", "parquet", "synthetic"])
+@pytest.mark.parametrize(
+    ("rows", "error", "words"),
+    [
+        (torch.tensor([0, -1, 2]), InputError, r"number of an example.*got -1.*0\.\.5"),
+        (torch.tensor([0, 6, 2]), InputError, r"number of an example.*got 6.*0\.\.5"),
+        (torch.tensor([1 << 40]), InputError, r"number of an example.*got 1099511627776.*0\.\.5"),
+        (torch.tensor([1, 2], dtype=torch.int32), ShapeError, r"got torch.int32 \[2\].*int64"),
+        (torch.ones(6, dtype=torch.bool), ShapeError, r"got torch.bool \[6\].*int64"),
+        (torch.tensor([[1, 2]]), ShapeError, r"got torch.int64 \[1, 2\].*int64"),
+    ],
+)
+def test_numbers_of_no_example_are_refused(
+    kind: str, rows: torch.Tensor, error: type[Exception], words: str, tmp_path: Path
+):
+    source = one_source(kind, tmp_path)
+    with pytest.raises(error, match=words):
+        source.take(rows)
+    if isinstance(source, TensorSource):
+        with pytest.raises(error, match=words):
+            source.select(rows)
+
+
+def test_ids_are_in_memory_once():
+    ids = {name: torch.arange(6) for name in "ab"}
+    given = [weakref.ref(one) for one in ids.values()]
+    source = TensorSource(ids, torch.zeros(6))
+    del ids
+    assert [ref() for ref in given] == [None, None]
+    chosen = source.select(torch.tensor([4, 2]))
+    assert chosen.take(torch.tensor([1, 0])).ids.to_lists() == {"a": [[2], [4]], "b": [[2], [4]]}
 
 
 def test_every_other_number_of_a_tensor_is_taken():

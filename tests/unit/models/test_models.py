@@ -15,6 +15,7 @@ from shoal.models import (
     CrossMixture,
     CrossNetwork,
     DeepFM,
+    DeepFMSettings,
     Inputs,
     LogisticRegression,
     LowRankCrossNetwork,
@@ -282,6 +283,11 @@ def test_mlp_is_he_initialised() -> None:
 def test_mlp_settings_are_checked(kwargs: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         MLP(3, **kwargs)  # type: ignore[arg-type]
+
+
+def test_the_largest_dropout_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"got 1\.0; allowed: 0\.\.0\.999"):
+        DeepFMSettings(dropout=1.0)
 
 
 @pytest.mark.parametrize("name", ["deepfm", "dcn"])

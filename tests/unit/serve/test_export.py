@@ -242,6 +242,13 @@ def test_an_export_that_fails_leaves_no_version(
     assert [one.name for one in tmp_path.iterdir()] == ["8"]
 
 
+def test_a_full_disk_ends_an_export_with_a_message(run: Path, tmp_path: Path) -> None:
+    # A limit that files of dense modules are above, and those of settings are not.
+    command = f"ulimit -f 9; exec {sys.executable} -m shoal.cli export {run} {tmp_path}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, "got File too large" in done.stderr) == (2, True), done.stderr
+
+
 def test_a_bundle_of_other_inputs_than_its_settings_reopens_alike(dense: Path) -> None:
     bundle = open_bundle(dense)
     given = source_inputs(bundle.config.data.source)

@@ -170,12 +170,13 @@ def test_predict_writes_a_row_per_example(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_predict_into_a_folder_that_is_not_there_says_so(tmp_path: Path):
+def test_predict_to_where_no_file_can_be_says_so_before_it_predicts(tmp_path: Path):
     result, _ = run(tmp_path)
-    with pytest.raises(DataError, match="--out"):
-        train.predict(
-            str(result.folder), out=tmp_path / "no" / "p.parquet", console=Console(quiet=True)
-        )
+    shown = io.StringIO()
+    for out in (tmp_path / "no" / "p.parquet", tmp_path):
+        with pytest.raises(DataError, match="--out"):
+            train.predict(str(result.folder), out=out, console=Console(file=shown))
+    assert "examples" not in shown.getvalue()
 
 
 @pytest.mark.slow
@@ -262,6 +263,16 @@ def test_a_window_without_weight_changes_no_weights(tmp_path: Path):
     source = {"kind": "csv", **columns, "ids": {"user": {}}, "weight": "weight"}
     result, _ = run(tmp_path, data={"source": source, "batch_size": 8}, baselines=[])
     assert math.isfinite(result.metrics["deepfm"]["log_loss"])
+
+
+def test_examples_that_weigh_nothing_have_a_report_without_figures(tmp_path: Path):
+    file = tmp_path / "rows.csv"
+    file.write_text("user,label,weight\n" + "u1,1,0\nu2,0,0\n" * 10)
+    columns = {"paths": (str(file),), "eval_paths": (str(file),), "label": "label"}
+    source = {"kind": "csv", **columns, "ids": {"user": {}}, "weight": "weight"}
+    result, _ = run(tmp_path, data={"source": source, "batch_size": 5})
+    assert all(math.isnan(sheet["auc"]) for sheet in result.metrics.values())
+    assert "NaN" not in (result.folder / "report.html").read_text()
 
 
 def test_no_examples_to_judge_are_an_error(tmp_path: Path):
