@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from shoal.checkpoint import CheckpointStore, Contents, Manifest, begin, load, load_share
+from shoal.checkpoint.snapshot_point import keep_deletions
 from shoal.checkpoint.storage import Storage
 from shoal.errors import ServerLost, ShoalError
 from shoal.ps.server import TableServer, spread_over
@@ -142,7 +143,9 @@ class ServerSaver:
             return
         if newest is None:
             return
-        loaded = load(f"{self._store.url}/{newest.name}", Contents(tables={_TABLES: self._tables}))
+        contents = Contents(tables={_TABLES: self._tables})
+        loaded = load(f"{self._store.url}/{newest.name}", contents)
+        keep_deletions(contents)  # from a publisher, which begins later
         self._server.resume(loaded.state)
         self._newest = loaded.manifest
         self._server.saved = newest.name
