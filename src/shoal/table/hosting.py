@@ -339,10 +339,13 @@ def hosted_rows(spec: TableSpec, hosted: Hosted, rank: int, chunk: RowChunk) -> 
     """The rows of a chunk of a whole table that a rank holds, their columns and state only."""
     kept_R = _kept(spec, hosted, rank, chunk.ids)
     columns = torch.tensor(_state_columns(spec, hosted), dtype=torch.int64, device="cpu")
+    weights = chunk.weights[kept_R, hosted.start : hosted.stop]
+    if spec.dtype == "int8":  # behind the codes is the row's scale
+        weights = torch.cat([weights, chunk.weights[kept_R, spec.dim :]], dim=1)
     return RowChunk(
         table=hosted_spec(spec, hosted).name,
         ids=chunk.ids[kept_R],
-        weights=chunk.weights[kept_R, hosted.start : hosted.stop].contiguous(),
+        weights=weights.contiguous(),
         state=chunk.state[kept_R][:, columns].contiguous(),
         versions=chunk.versions[kept_R],
         last_seen_s=chunk.last_seen_s[kept_R],

@@ -136,6 +136,22 @@ def test_shares_of_a_checkpoint(tmp_path: Path) -> None:
     assert_same(every, [rank])
 
 
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_shares_of_smaller_rows(dtype: Any, tmp_path: Path) -> None:
+    """Together they have the bits of one replica."""
+    rank, _ = trained(5)
+    save(rank, tmp_path, 1)
+    options = {"checkpoint": str(tmp_path), "dtype": dtype}
+    with Replica(SPECS, [], **options) as whole:
+        for share in range(2):
+            with Replica(SPECS, [], share=share, of=2, **options) as part:
+                for table in range(len(SPECS)):
+                    ids = part.shard.export(table).ids.tolist()
+                    ours, theirs = part.find(groups(table, ids)), whole.find(groups(table, ids))
+                    assert len(ids) and ours.found_N.all() and theirs.found_N.all()
+                    assert torch.equal(ours.weights[0], theirs.weights[0])
+
+
 @pytest.mark.parametrize("dtype", [None, "float16", "int8"])
 def test_a_checkpoint_alone(dtype: Any, tmp_path: Path) -> None:
     rank, draw = trained(6)
