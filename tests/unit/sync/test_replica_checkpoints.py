@@ -188,6 +188,20 @@ def test_a_newer_checkpoint_takes_the_place_of_the_one_in_use(tmp_path: Path) ->
             assert float(replica.dense()["weight"][0, 0]) == step
 
 
+def test_a_checkpoint_of_the_same_name_takes_the_place_of_the_one_in_use(tmp_path: Path) -> None:
+    """A run began again where another one was."""
+    save(trained(7)[0], tmp_path, 1).wait()
+    with Replica(SPECS, [], checkpoint=str(tmp_path), follow_checkpoints_s=0.02) as replica:
+        (tmp_path / "step-000000000001-full").rename(tmp_path / "before")
+        again, _ = trained(8)
+        save(again, tmp_path, 1).wait()
+        ends = time.monotonic() + WAIT_S
+        while replica.status()[0].passes < 2:
+            assert time.monotonic() < ends, replica.status()
+            time.sleep(0.02)
+        assert_same(replica, [again])
+
+
 def test_a_replica_serves_its_checkpoint_while_no_publisher_is_there(tmp_path: Path) -> None:
     rank, _ = trained(8)
     save(rank, tmp_path, 1)
