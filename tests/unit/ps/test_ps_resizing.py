@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -225,3 +226,21 @@ def test_a_server_that_publishes_goes_on_with_deltas(tmp_path: Path) -> None:
     with ServerSaver(third, tmp_path, every_s=1000):
         assert rows_of(third.shard) == rows_of(again.shard)
         assert third.shard.size(0) == 6
+
+
+def test_a_clock_that_is_set_back_brings_no_old_rows_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each number of servers goes on with what the one before it saved, then with its own."""
+    now_s = time.time()
+    last: Rows = {}
+    for go, of in enumerate((2, 3, 3, 2, 2, 3)):
+        monkeypatch.setattr(time, "time", lambda go=go: now_s - 3600 * go)
+        rows = servers(of)
+        with ExitStack() as stack:
+            for one in rows:
+                stack.enter_context(ServerSaver(one, tmp_path, every_s=1000))
+            assert whole(rows) == last
+            for one in rows:
+                train(one.shard, owned(one, torch.arange(10 * go, 10 * go + 40)), go)
+            last = whole(rows)
