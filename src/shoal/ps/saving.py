@@ -13,7 +13,7 @@ from shoal.checkpoint import CheckpointStore, Contents, Manifest, begin, load, l
 from shoal.checkpoint.job_state import read as read_job
 from shoal.checkpoint.snapshot_point import keep_deletions
 from shoal.checkpoint.storage import Storage
-from shoal.errors import ServerLost, ShoalError
+from shoal.errors import ConfigError, ServerLost, ShoalError
 from shoal.ps.server import TableServer, spread_over
 from shoal.table.hosting import HostedTables
 from shoal.table.values import Cursor
@@ -47,6 +47,7 @@ class ServerSaver:
             the same store meanwhile: one of them has been replaced.
 
     Raises:
+        ConfigError: every_s is not above 0, or longer than a thread can wait.
         CheckpointError: the newest checkpoint is damaged or of other tables.
     """
 
@@ -62,6 +63,10 @@ class ServerSaver:
         collection: str = _TABLES,
         is_held: Callable[[], bool] = lambda: True,
     ) -> None:
+        if not 0 < every_s <= threading.TIMEOUT_MAX:
+            allowed = f"above 0, at most {threading.TIMEOUT_MAX:g}"
+            remedy = "Set --save-every-s to seconds."
+            raise ConfigError("seconds between saves of a server", every_s, allowed, remedy)
         self._server = server
         self._folder, self._start, self._collection = Storage(url), start, collection
         self._store = CheckpointStore(store_of(url, server.index, server.of), keep_full)

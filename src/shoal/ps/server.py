@@ -210,7 +210,13 @@ class TableServer:
     def serve(
         self, address: str, *, threads: int = 4, secret: Secret | None = None, waiting: int = 64
     ) -> Server:
-        """Answer requests at an address until the server is stopped."""
+        """Answer requests at an address until the server is stopped.
+
+        Raises:
+            ConfigError: no thread, an address that is taken or none, or pyzmq is missing.
+        """
+        if threads < 1:
+            raise ConfigError("threads of a server", threads, "1 or more", "Set --threads.")
         self._serving = Server(
             address,
             self,
