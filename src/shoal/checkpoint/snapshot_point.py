@@ -53,6 +53,12 @@ class SnapshotPoint:
             snapshot.close()
 
 
+def keep_deletions(contents: Contents) -> None:
+    """A delta on what was loaded needs those that other consumers are done with."""
+    for tables in contents.tables.values():
+        tables.shard.release(0, CONSUMER)
+
+
 def take_snapshot_point(
     contents: Contents, since: Mapping[str, Cursor] | None, collectives: Collectives
 ) -> SnapshotPoint:

@@ -98,7 +98,7 @@ def ps(
     where = servers.discovery
     registry = where and open_discovery(where, job=run.name, session_s=servers.session_s)
     listed = registry.query(ROLE) if isinstance(registry, TfConfig) else servers.addresses
-    count = of or servers.count or len(listed) or 1
+    count = (servers.count or len(listed) or 1) if of is None else of
     with IndexLease(registry or None, count, done) as lease, ExitStack() as saves:
         own = lease.take(index, lambda: print_line(out, "all indices are taken: standing by"))
         if own is None:

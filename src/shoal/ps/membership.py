@@ -72,6 +72,8 @@ class IndexLease:
     """
 
     def __init__(self, discovery: Discovery | None, of: int, ended: threading.Event) -> None:
+        if of < 1:
+            raise ConfigError("number of servers", of, "1 or more", "Set --of.")
         self._of, self._ended = of, ended
         self._changed = threading.Event()
         self._place: tuple[int, str] | None = None

@@ -10,8 +10,10 @@ from pathlib import Path
 from types import TracebackType
 
 from shoal.checkpoint import CheckpointStore, Contents, Manifest, begin, load, load_share
+from shoal.checkpoint.job_state import read as read_job
+from shoal.checkpoint.snapshot_point import keep_deletions
 from shoal.checkpoint.storage import Storage
-from shoal.errors import ServerLost, ShoalError
+from shoal.errors import ConfigError, ServerLost, ShoalError
 from shoal.ps.server import TableServer, spread_over
 from shoal.table.hosting import HostedTables
 from shoal.table.values import Cursor
@@ -45,6 +47,7 @@ class ServerSaver:
             the same store meanwhile: one of them has been replaced.
 
     Raises:
+        ConfigError: every_s is not above 0, or longer than a thread can wait.
         CheckpointError: the newest checkpoint is damaged or of other tables.
     """
 
@@ -60,6 +63,10 @@ class ServerSaver:
         collection: str = _TABLES,
         is_held: Callable[[], bool] = lambda: True,
     ) -> None:
+        if not 0 < every_s <= threading.TIMEOUT_MAX:
+            allowed = f"above 0, at most {threading.TIMEOUT_MAX:g}"
+            remedy = "Set --save-every-s to seconds."
+            raise ConfigError("seconds between saves of a server", every_s, allowed, remedy)
         self._server = server
         self._folder, self._start, self._collection = Storage(url), start, collection
         self._store = CheckpointStore(store_of(url, server.index, server.of), keep_full)
@@ -70,6 +77,7 @@ class ServerSaver:
         self._cursors: dict[str, Cursor] | None = None
         self._deltas = 0
         self._saves = 0
+        self._resized = 0  # how often these rows have gone to another number of servers
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -102,7 +110,7 @@ class ServerSaver:
         with self._server.between_updates() as state:
             saving = begin(
                 self._store.url,
-                Contents(tables={_TABLES: self._tables}, state=state),
+                Contents(tables={_TABLES: self._tables}, state=state | {"resized": self._resized}),
                 step=self._saves,
                 position=0,
                 kind="delta" if delta else "full",
@@ -134,16 +142,20 @@ class ServerSaver:
     def _restore(self) -> None:
         newest = self._store.latest()
         self._saves = 0 if newest is None else newest.step
-        saved_s = -1 if newest is None else self._store.manifest(newest.name).created_s
-        others = [one for one in self._other_servers() if one[0] > saved_s]
+        age = (-1, 0) if newest is None else _age(self._store, newest.name)
+        others = [one for one in self._other_servers() if one[0] > age]
         if others or (newest is None and self._start is not None):
-            _, urls = max(others, default=(0, [str(self._start)]))
+            (before, _), urls = max(others, default=((-1, 0), [str(self._start)]))
+            self._resized = before + 1
             self._take_share(urls, _TABLES if others else self._collection)
             return
         if newest is None:
             return
-        loaded = load(f"{self._store.url}/{newest.name}", Contents(tables={_TABLES: self._tables}))
+        contents = Contents(tables={_TABLES: self._tables})
+        loaded = load(f"{self._store.url}/{newest.name}", contents)
+        keep_deletions(contents)  # from a publisher, which begins later
         self._server.resume(loaded.state)
+        self._resized = age[0]
         self._newest = loaded.manifest
         self._server.saved = newest.name
         self._cursors = None if loaded.cursors is None else dict(loaded.cursors)
@@ -155,8 +167,8 @@ class ServerSaver:
         rows = load_share(urls, tables, server.index, collection=collection)
         _log.info("%d rows of %s", rows, ", ".join(urls))
 
-    def _other_servers(self) -> list[tuple[int, list[str]]]:
-        """When other numbers of servers saved last, and where; of those that all have saved."""
+    def _other_servers(self) -> list[tuple[tuple[int, int], list[str]]]:
+        """How old the last saves of other numbers of servers are, and where; if all have saved."""
         found = []
         counts = {
             int(match[1])
@@ -171,8 +183,8 @@ class ServerSaver:
                 continue
             links = [(s, one) for s, one in zip(stores, newest, strict=True) if one is not None]
             # The first of them: if one has not saved since they came back, all of them are old.
-            saved_s = min(store.manifest(one.name).created_s for store, one in links)
-            found.append((saved_s, [f"{store.url}/{one.name}" for store, one in links]))
+            age = min(_age(store, one.name) for store, one in links)
+            found.append((age, [f"{store.url}/{one.name}" for store, one in links]))
         return found
 
     def _run(self) -> None:
@@ -186,3 +198,12 @@ class ServerSaver:
             self._cursors = None  # whatever it was that a delta could not be built on
             known = isinstance(error, ShoalError | OSError | MemoryError)
             _log.error("a save failed; the next one is a full one: %s", error, exc_info=not known)
+
+
+def _age(store: CheckpointStore, name: str) -> tuple[int, int]:
+    """How often the rows of a save had gone to another number of servers, and when it was made.
+
+    Clocks of two hosts differ, and may be set back: they order saves of one number of servers only.
+    """
+    manifest = store.manifest(name)
+    return read_job(store.folder(name), manifest).state.get("resized", 0), manifest.created_s

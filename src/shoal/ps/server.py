@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -48,31 +48,22 @@ def spread_over(specs: Sequence[TableSpec], servers: int) -> Placement:
     return Placement(servers, tuple(placed))
 
 
+@dataclass(slots=True, eq=False)
 class _Worker:
-    """What a server knows of one worker's updates and lookups."""
+    """What a server knows of one worker's updates and lookups.
 
-    __slots__ = (
-        "applied",
-        "averaged",
-        "keep_s",
-        "lock",
-        "looked_up",
-        "lookups",
-        "lost",
-        "refused",
-        "seen_s",
-    )
+    keep_s: after it was seen last, none of its requests comes again.
+    """
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.applied = 0
-        self.lost = 0
-        self.averaged = 0  # the last exchange of dense weights
-        self.refused: tuple[type[Exception], str] | None = None  # the last update, if it was
-        self.lookups = threading.Lock()
-        self.looked_up: deque[int] = deque(maxlen=_LOOKUPS)  # numbers whose ids were counted
-        self.seen_s = time.monotonic()
-        self.keep_s = _KEEP_S  # after it was seen last, none of its requests comes again
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    applied: int = 0
+    lost: int = 0
+    averaged: int = 0  # the last exchange of dense weights
+    refused: tuple[type[Exception], str] | None = None  # the last update, if it was
+    lookups: threading.Lock = field(default_factory=threading.Lock)
+    looked_up: deque[int] = field(default_factory=lambda: deque(maxlen=_LOOKUPS))  # and counted
+    seen_s: float = field(default_factory=time.monotonic)
+    keep_s: int = _KEEP_S
 
 
 class _Gate:
@@ -219,7 +210,13 @@ class TableServer:
     def serve(
         self, address: str, *, threads: int = 4, secret: Secret | None = None, waiting: int = 64
     ) -> Server:
-        """Answer requests at an address until the server is stopped."""
+        """Answer requests at an address until the server is stopped.
+
+        Raises:
+            ConfigError: no thread, an address that is taken or none, or pyzmq is missing.
+        """
+        if threads < 1:
+            raise ConfigError("threads of a server", threads, "1 or more", "Set --threads.")
         self._serving = Server(
             address,
             self,

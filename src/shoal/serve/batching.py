@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
+from dataclasses import dataclass, field
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -21,23 +22,18 @@ _QUICK_BYTES = 8 << 10  # of a request
 _JOINED_BYTES = 256 << 10  # of requests that one leader takes; one may be larger
 
 
+@dataclass(slots=True, eq=False)
 class _Waiting:
     """A request, and the thread that waits for its reply."""
 
-    __slots__ = ("is_there", "leads", "model", "quick", "read", "reply", "size_bytes", "woken")
-
-    def __init__(
-        self,
-        model: Model,
-        read: Callable[[], ReadRequest],
-        size_bytes: int,
-        is_there: Callable[[], bool],
-    ) -> None:
-        self.model, self.read, self.size_bytes = model, read, size_bytes
-        self.is_there = is_there
-        self.woken = threading.Event()  # it has its reply, or leads
-        self.leads = self.quick = False
-        self.reply: Outputs | BaseException | None = None
+    model: Model
+    read: Callable[[], ReadRequest]
+    size_bytes: int
+    is_there: Callable[[], bool]
+    woken: threading.Event = field(default_factory=threading.Event)  # it has its reply, or leads
+    leads: bool = False
+    quick: bool = False
+    reply: Outputs | BaseException | None = None
 
     def answer(self, reply: Outputs | BaseException) -> None:
         """The first reply counts."""

@@ -319,10 +319,8 @@ class Publisher:
             cursor = None  # rows were loaded: versions before say nothing
         try:
             held = self._shard.snapshot(cursor)
-        except TooManySnapshots:
-            raise
         except InputError as error:
-            if cursor is None:
+            if cursor is None or isinstance(error, TooManySnapshots):
                 raise
             _log.warning("replicas take all rows again: %s", error)
             cursor, held = None, self._shard.snapshot()
@@ -513,8 +511,8 @@ class Publisher:
 
     def _passes_left(self) -> bool:
         """Whether one more may be open."""
-        reading = [one for one in list(self._passes.values()) if not one.ended]
-        return len(reading) < MOST_PASSES and not self._ending.is_set()
+        reading = sum(not one.ended for one in list(self._passes.values()))
+        return reading < MOST_PASSES and not self._ending.is_set()
 
     def _next(self, ask: Ask) -> _Answer:
         with self._lock:

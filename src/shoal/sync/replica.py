@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.checkpoint import Manifest
+from shoal.checkpoint import Manifest, read_manifest
 from shoal.comm.transport import Client, Frames, Reply, Secret
 from shoal.errors import CheckpointError, ConfigError, DataError, ServerLost
 from shoal.placement import BUCKETS, Placement, hash_ids, owners
@@ -285,7 +285,7 @@ class Replica:
         """Load the newest checkpoint, unless it is the one in use."""
         assert self._url is not None
         url = newest_checkpoint(self._url)
-        if self._checkpoint is not None and self._checkpoint[0] == url:
+        if self._checkpoint is not None and read_manifest(url).id == self._checkpoint[1].id:
             return
         loaded = load_checkpoint(
             url, self.specs, self._share, collection=self._collection, only=self._only

@@ -26,6 +26,8 @@ from shoal.table.shard import Shard
 from shoal.table.spec import TableSpec
 from shoal.table.values import AdmissionState, Entry, RowChunk, TableStats
 
+_META = "versions", "last_seen_s", "counts"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostedTables:
@@ -286,20 +288,14 @@ def joined_chunk(spec: TableSpec, found: Sequence[tuple[Hosted, RowChunk]]) -> R
         ids = torch.cat([chunk.ids for chunk in chunks])
         order = sort_key(hash_ids(spec.hash_name, ids)).argsort()
         columns.append((by_start[start][0][0], chunks, order))
+    states = zip([one for one, _, _ in columns], _joined("state", columns), strict=True)
+    latest = (torch.stack(_joined(name, columns)).amax(dim=0) for name in _META)
     return RowChunk(
         spec.name,
         _joined("ids", columns)[0],
         torch.cat(_joined("weights", columns), dim=1),
-        joined_state(
-            spec,
-            [
-                (one, part)
-                for (one, _, _), part in zip(columns, _joined("state", columns), strict=True)
-            ],
-        ),
-        torch.stack(_joined("versions", columns)).amax(dim=0),
-        torch.stack(_joined("last_seen_s", columns)).amax(dim=0),
-        torch.stack(_joined("counts", columns)).amax(dim=0),
+        joined_state(spec, list(states)),
+        *latest,
     )
 
 
@@ -339,15 +335,13 @@ def hosted_rows(spec: TableSpec, hosted: Hosted, rank: int, chunk: RowChunk) -> 
     """The rows of a chunk of a whole table that a rank holds, their columns and state only."""
     kept_R = _kept(spec, hosted, rank, chunk.ids)
     columns = torch.tensor(_state_columns(spec, hosted), dtype=torch.int64, device="cpu")
-    return RowChunk(
-        table=hosted_spec(spec, hosted).name,
-        ids=chunk.ids[kept_R],
-        weights=chunk.weights[kept_R, hosted.start : hosted.stop].contiguous(),
-        state=chunk.state[kept_R][:, columns].contiguous(),
-        versions=chunk.versions[kept_R],
-        last_seen_s=chunk.last_seen_s[kept_R],
-        counts=chunk.counts[kept_R],
-    )
+    weights = chunk.weights[kept_R, hosted.start : hosted.stop]
+    if spec.dtype == "int8":  # behind the codes is the row's scale
+        weights = torch.cat([weights, chunk.weights[kept_R, spec.dim :]], dim=1)
+    state = chunk.state[kept_R][:, columns].contiguous()
+    name = hosted_spec(spec, hosted).name
+    meta = (getattr(chunk, one)[kept_R] for one in _META)
+    return RowChunk(name, chunk.ids[kept_R], weights.contiguous(), state, *meta)
 
 
 def hosted_admission(

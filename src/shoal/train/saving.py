@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.checkpoint import CheckpointStore, Manifest
 from shoal.checkpoint.manifest import Kind
 from shoal.checkpoint.saving import Saving, begin
+from shoal.checkpoint.snapshot_point import keep_deletions
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.store import folder_name
 from shoal.comm.collectives import Collectives
@@ -88,6 +89,8 @@ class Saver:
         self._failures = 0  # in a row
         # Rows that column slices had skipped: when the newest checkpoint began, and the last save.
         self._skips = self._skips_begun = 0
+        if chain.cursors is not None:
+            keep_deletions(contents_of(run_state.learners))
 
     def __enter__(self) -> Saver:
         self._began_s = self._clock()
@@ -159,6 +162,7 @@ class Saver:
         except CollectiveFailed:
             raise
         except (ShoalError, MemoryError) as error:  # on every rank, if not of one class
+            self._chain = replace(self._chain, cursors=None)  # it may be why: a full one needs none
             self._count(error)
         if not self._settings.background:
             self._end()

@@ -552,3 +552,23 @@ def test_a_server_that_moved_wakes_who_waits_for_it() -> None:
     for one in (slow, other):
         one.open.set()
         one.server.stop()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        ("--save-every-s", "0", "got 0.0; allowed: above 0"),
+        ("--save-every-s", "-1", "got -1.0; allowed: above 0"),
+        ("--save-every-s", "nan", "got nan; allowed: above 0"),
+        ("--save-every-s", "inf", "got inf; allowed: above 0"),
+        ("--threads", "0", "got 0; allowed: 1 or more"),
+        ("--of", "0", "got 0; allowed: 1 or more"),
+    ],
+)
+def test_a_server_that_could_not_work_does_not_start(
+    option: str, value: str, told: str, tmp_path: Path
+) -> None:
+    file = small_run(tmp_path, examples=100)
+    command = ["ps", str(file), "--store", str(tmp_path / "store"), option, value]
+    found = CliRunner().invoke(app, command)
+    assert found.exit_code and told in " ".join(found.output.split()), found.output

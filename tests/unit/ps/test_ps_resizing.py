@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,9 +19,10 @@ from shoal.errors import CheckpointError
 from shoal.placement import hash_ids, ranks_of
 from shoal.ps.messages import Head
 from shoal.ps.saving import ServerSaver
-from shoal.ps.server import TableServer
+from shoal.ps.server import TableServer, spread_over
 from shoal.rules.initializers import Zeros
 from shoal.rules.optimizers import SGD, Adagrad
+from shoal.sync.publisher import Publisher
 from shoal.table.factory import make_shard
 from shoal.table.hosting import HostedTables
 from shoal.table.shard import IdGroups, Shard, StepContext
@@ -207,3 +209,38 @@ def test_a_worker_of_servers_before_is_a_new_one(tmp_path: Path) -> None:
         owner = next(each for each in two if owned(each, torch.tensor([5])).numel())
         owner(head.to_bytes(), frames)
         assert whole(two) != before
+
+
+def test_a_server_that_publishes_goes_on_with_deltas(tmp_path: Path) -> None:
+    one = TableServer(TABLES, index=0, of=1)
+    with ServerSaver(one, tmp_path, every_s=1000):
+        train(one.shard, torch.arange(10), 1)
+    again = TableServer(TABLES, index=0, of=1)
+    with ServerSaver(again, tmp_path, every_s=1000) as saver:
+        publisher = Publisher(HostedTables(TABLES, again.shard, spread_over(TABLES, 1)))
+        publisher.publish()
+        again.shard.remove(groups(0, torch.arange(4)))
+        publisher.publish()
+        assert saver.save().kind == "delta"
+    third = TableServer(TABLES, index=0, of=1)
+    with ServerSaver(third, tmp_path, every_s=1000):
+        assert rows_of(third.shard) == rows_of(again.shard)
+        assert third.shard.size(0) == 6
+
+
+def test_a_clock_that_is_set_back_brings_no_old_rows_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each number of servers goes on with what the one before it saved, then with its own."""
+    now_s = time.time()
+    last: Rows = {}
+    for go, of in enumerate((2, 3, 3, 2, 2, 3)):
+        monkeypatch.setattr(time, "time", lambda go=go: now_s - 3600 * go)
+        rows = servers(of)
+        with ExitStack() as stack:
+            for one in rows:
+                stack.enter_context(ServerSaver(one, tmp_path, every_s=1000))
+            assert whole(rows) == last
+            for one in rows:
+                train(one.shard, owned(one, torch.arange(10 * go, 10 * go + 40)), go)
+            last = whole(rows)

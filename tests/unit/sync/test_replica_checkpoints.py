@@ -136,6 +136,22 @@ def test_shares_of_a_checkpoint(tmp_path: Path) -> None:
     assert_same(every, [rank])
 
 
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_shares_of_smaller_rows(dtype: Any, tmp_path: Path) -> None:
+    """Together they have the bits of one replica."""
+    rank, _ = trained(5)
+    save(rank, tmp_path, 1)
+    options = {"checkpoint": str(tmp_path), "dtype": dtype}
+    with Replica(SPECS, [], **options) as whole:
+        for share in range(2):
+            with Replica(SPECS, [], share=share, of=2, **options) as part:
+                for table in range(len(SPECS)):
+                    ids = part.shard.export(table).ids.tolist()
+                    ours, theirs = part.find(groups(table, ids)), whole.find(groups(table, ids))
+                    assert len(ids) and ours.found_N.all() and theirs.found_N.all()
+                    assert torch.equal(ours.weights[0], theirs.weights[0])
+
+
 @pytest.mark.parametrize("dtype", [None, "float16", "int8"])
 def test_a_checkpoint_alone(dtype: Any, tmp_path: Path) -> None:
     rank, draw = trained(6)
@@ -170,6 +186,20 @@ def test_a_newer_checkpoint_takes_the_place_of_the_one_in_use(tmp_path: Path) ->
                 time.sleep(0.02)
             assert_same(replica, [rank])
             assert float(replica.dense()["weight"][0, 0]) == step
+
+
+def test_a_checkpoint_of_the_same_name_takes_the_place_of_the_one_in_use(tmp_path: Path) -> None:
+    """A run began again where another one was."""
+    save(trained(7)[0], tmp_path, 1).wait()
+    with Replica(SPECS, [], checkpoint=str(tmp_path), follow_checkpoints_s=0.02) as replica:
+        (tmp_path / "step-000000000001-full").rename(tmp_path / "before")
+        again, _ = trained(8)
+        save(again, tmp_path, 1).wait()
+        ends = time.monotonic() + WAIT_S
+        while replica.status()[0].passes < 2:
+            assert time.monotonic() < ends, replica.status()
+            time.sleep(0.02)
+        assert_same(replica, [again])
 
 
 def test_a_replica_serves_its_checkpoint_while_no_publisher_is_there(tmp_path: Path) -> None:

@@ -12,22 +12,27 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from shoal import config
-from shoal.checkpoint import Contents, save
+from shoal.checkpoint import CheckpointStore, Contents, save
 from shoal.comm.launch_environment import Attempt, attempt, detect
 from shoal.config.tree import CheckpointSettings
 from shoal.data import Batch
-from shoal.errors import CheckpointError, ConfigError
+from shoal.errors import CheckpointError, ConfigError, InputError
 from shoal.ragged import KeyedRagged
 from shoal.telemetry import JsonLines
+from shoal.train import saving
 from shoal.train import summary as recording
 from shoal.train.folder import RunFolder
+from shoal.train.publishing import Publishing
 from shoal.train.ranks import ALONE
 from shoal.train.resuming import find_beginning, job_of
+from shoal.train.runs import run
 from shoal.train.saving import Saver
 from shoal.train.summary import Recorder
 from support.ranks import launcher_variables
+from support.small_runs import small_run
 
 NAMES = dict.fromkeys(("a", "b"), 0)
 
@@ -333,3 +338,48 @@ def test_a_pause_that_training_waits_for_is_due_in_silence(
     assert silence.saver.wants_pause()
     silence.saver.on_pause()
     assert not silence.polled(21.5) and len(silence.saves) == 2
+
+
+def saved_in_two_goes(folder: Path) -> list[str]:
+    """Kinds of the saves of a run that was continued after its second."""
+    saves = {"dir": str(folder / "saved"), "every_steps": 2, "background": False}
+    file = small_run(
+        folder, examples=400, vocabulary=50, batch_size=100, eval_examples=100,
+        checkpoint=saves, output={"dir": str(folder / "runs"), "save_model": False},
+        publish={"address": "tcp://127.0.0.1:0", "linger_s": 0.1},
+    )  # fmt: skip
+    for epochs in (1, 2):
+        run(config.load(str(file), [f"data.epochs={epochs}"]), console=Console(quiet=True))
+    return [one.kind for one in CheckpointStore(folder / "saved").list()]
+
+
+@pytest.mark.slow
+def test_a_run_that_continues_and_publishes_saves_deltas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The publisher lets go of deletions that the first delta has to name."""
+
+    def stepped(self: Publishing) -> None:
+        assert self.publisher is not None
+        self.publisher.publish()
+
+    monkeypatch.setattr(Publishing, "stepped", stepped)
+    assert saved_in_two_goes(tmp_path) == ["full", "delta", "delta", "delta"]
+    assert "a save failed" not in caplog.text
+
+
+@pytest.mark.slow
+def test_a_save_after_one_that_could_not_begin_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, kinds = saving.begin, list[str]()
+
+    def begin(*args: Any, kind: Any, **options: Any) -> Any:
+        kinds.append(kind)
+        if len(kinds) == 3:
+            raise InputError("snapshot", "a cursor", "deletions that are kept", "Take a full one.")
+        return real(*args, kind=kind, **options)
+
+    monkeypatch.setattr(saving, "begin", begin)
+    assert saved_in_two_goes(tmp_path) == ["full", "delta", "full"]
+    assert kinds == ["full", "delta", "delta", "full"]
