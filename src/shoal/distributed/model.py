@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast, get_args
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -128,7 +129,9 @@ def name_failures(
     watchdog ends such a process.
 
     dense: over the group of `wrapped`; its calls are those of backward.
+    step_of: must not hold `wrapped`: the hook lives in C++, where no collector sees a cycle.
     """
+    group = wrapped.process_group
     waiting: list[tuple[Call, Any]] = []
 
     def wait() -> None:
@@ -153,7 +156,7 @@ def name_failures(
 
         gradients = bucket.buffer().div_(dense.world_size)
         try:
-            work: Any = dist.all_reduce(gradients, group=wrapped.process_group, async_op=True)
+            work: Any = dist.all_reduce(gradients, group=group, async_op=True)
         except RuntimeError as error:
             raise call.failed(_first_line(error)) from error
         if bucket.index() == 0:  # the first of a backward, whatever became of the one before
@@ -448,10 +451,11 @@ class DistributedModelParallel(nn.Module):
             if group is not None and self.mesh.backend == "gloo":
                 mesh = self.mesh
                 owner = TorchCollectives(group, mesh.device, mesh.timeout_s, watched=self._dense)
-                name_failures(wrapped, owner, partial(self._step, steps))
+                every = WeakSet(self.collections().values())
+                name_failures(wrapped, owner, partial(_step, steps, every))
             object.__setattr__(self, "_wrapped", wrapped)
 
-    def _step(self, steps: Collectives) -> int:
-        """The step that errors name: what the last lookup or the last control call was of."""
-        every = self.collections().values()
-        return max([steps.step, *(one.exchange.collectives.step for one in every)])
+
+def _step(steps: Collectives, collections: Iterable[EmbeddingCollection]) -> int:
+    """The step that errors name: what the last lookup or the last control call was of."""
+    return max([steps.step, *(one.exchange.collectives.step for one in collections)])

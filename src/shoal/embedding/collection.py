@@ -169,9 +169,11 @@ class Lookup(torch.autograd.Function):
         return None, None, None, None
 
 
-def _versions(route: Route) -> tuple[int, int]:
+def _versions(route: Route) -> tuple[int, ...]:
     batch = route.request.batch
-    return batch.values_N._version, batch.offsets_FB1._version
+    # Tensors of inference mode have no version, and are not changed in place outside of it.
+    parts = (batch.values_N, batch.offsets_FB1)
+    return tuple([0 if part.is_inference() else part._version for part in parts])
 
 
 def _complete(
