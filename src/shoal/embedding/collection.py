@@ -476,9 +476,11 @@ class EmbeddingCollection(nn.Module):
             route = self._probed(batch)
             self._exchange.fetch(route, ctx=self.ledger.context(route.event_time_s))
 
-    def drop_begun(self) -> None:
-        """Give up the lookups that have begun and that no forward used; the same on all ranks."""
-        self._begun.clear()
+    def drop_begun(self, batch: KeyedRagged | None = None) -> None:
+        """Give up lookups that have begun and that no forward used, of one batch or of all; the
+        same on all ranks."""
+        for key in [id(batch)] if batch is not None else list(self._begun):
+            self._begun.pop(key, None)
 
     def output_dtypes(self, outputs: tuple[Tensor, ...]) -> tuple[torch.dtype, ...]:
         """Dtypes of the plan's outputs, which a plan and a shard settle for good."""

@@ -86,10 +86,10 @@ class Stages:
         for collection, ids in self._lookups(batch):
             collection.fetch(ids)
 
-    def drop(self) -> None:
-        """Forget all batches that have begun and will not be trained; their tickets end."""
-        for collection in self._collections.values():
-            collection.drop_begun()
+    def drop(self, batch: Any) -> None:
+        """Forget a batch that has begun and will not be trained; its tickets end."""
+        for collection, ids in self._lookups(batch):
+            collection.drop_begun(ids)
 
     def forward(self, batch: Any, *, last: bool, idle: bool) -> Step:
         """Run the model.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -274,6 +275,26 @@ class TestRuns:
             pipeline.progress(iter(batches_of(3)))
         pipeline.close()
         assert len(run(pipeline, batches_of(3))) == 3
+
+    @pytest.mark.parametrize("closed", [True, False])
+    def test_a_pipeline_given_up_holds_no_rows_and_disturbs_no_other(self, closed: bool) -> None:
+        made = toy([spec()])
+        first, second = (
+            create_train_pipeline(made.model, made.optimizer, loss_of=loss_of) for _ in range(2)
+        )
+        source = iter(batches_of(9))
+        first.progress(iter(batches_of(9)))
+        second.progress(source)
+        if closed:
+            first.close()
+        del first
+        second.progress(source)
+        assert second.tickets == 1
+        if closed:
+            second.close()
+        del second
+        gc.collect()
+        made.model.tables.shard.clear(0)  # refused while a ticket is live
 
     def test_detach_gives_the_model_back(self) -> None:
         made = toy([spec()])
