@@ -113,6 +113,7 @@ class Stages:
                 allowed="(losses, predictions)",
                 remedy="Return both, or pass loss_of=lambda outputs, batch: loss.",
             )
+        self.drop(batch)  # where a collection was not called
         values = list(losses.values()) if isinstance(losses, Mapping) else [losses]
         self._total = torch.stack([value.reshape(()) for value in values]).sum()
         return Step(detached(losses), detached(predictions))

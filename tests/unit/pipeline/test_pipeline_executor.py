@@ -296,6 +296,18 @@ class TestRuns:
         gc.collect()
         made.model.tables.shard.clear(0)  # refused while a ticket is live
 
+    def test_a_model_may_leave_out_a_lookup(self) -> None:
+        made = toy([spec()])
+
+        made.model.forward = lambda batch: batch.labels  # type: ignore[method-assign]
+        pipeline = create_train_pipeline(
+            made.model, made.optimizer, loss_of=lambda *_: made.model.linear.bias.sum(), depth=1
+        )
+        source = iter(batches_of(4))
+        for _ in range(3):
+            pipeline.progress(source)
+            made.model.tables.shard.clear(0)  # refused while a ticket is live
+
     def test_detach_gives_the_model_back(self) -> None:
         made = toy([spec()])
         pipeline = create_train_pipeline(made.model, made.optimizer, loss_of=loss_of)
