@@ -467,8 +467,7 @@ def begin(
         if other.collectives is ranks or other.url == root.url:
             other.join()
     name = folder_name(step, kind)
-    remedy = "Count samples done; int() makes one of numpy's."
-    whole("position of a checkpoint", position, 0, MAX_ID, remedy=remedy)
+    whole("position of a checkpoint", position, 0, MAX_ID, remedy="Count samples; use int(x).")
     parts = (contents.tables, contents.modules, contents.optimizers)
     wanted = (name, position, None if parent is None else parent.id, *map(tuple, parts))
 

@@ -127,8 +127,7 @@ def folder_name(step: int, kind: Kind) -> str:
     Raises:
         DTypeError, InputError: no int from 0 to 2^63 - 1.
     """
-    remedy = "Count optimizer steps done; int() makes one of numpy's."
-    whole("step of a checkpoint", step, 0, MAX_ID, remedy=remedy)
+    whole("step of a checkpoint", step, 0, MAX_ID, remedy="Count steps done; use int(x).")
     return f"step-{step:012d}-{kind}"
 
 

@@ -284,8 +284,7 @@ class Executor:
     def _drop(self, command: Command) -> None:
         slot = self._slots.pop(command.index)
         self._dropped += slot.found
-        if slot.found:
-            self._stages.drop(slot.batch)
+        _drop_all(self._stages, {command.index: slot})
 
     def _stop(self, command: Command) -> None:
         self.close()
@@ -299,7 +298,7 @@ class Executor:
 
 
 def _drop_all(stages: Stages, slots: dict[int, Reading]) -> None:
-    """Forget all batches in flight; what training has of their rows by now stays."""
+    """Forget batches in flight; what training has of their rows by now stays."""
     while slots:
         _, slot = slots.popitem()
         if slot.found:
