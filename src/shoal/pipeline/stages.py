@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shoal.distributed.batch_norm import resting
 from shoal.embedding.collection import EmbeddingCollection
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, ShapeError
 from shoal.pipeline.batches import detached, event_time_of, ids_of, weight_of
 from shoal.ragged import KeyedRagged
 from shoal.table.shard import Shard
@@ -115,6 +115,9 @@ class Stages:
             )
         self.drop(batch)  # where a collection was not called
         values = list(losses.values()) if isinstance(losses, Mapping) else [losses]
+        if any(getattr(value, "numel", int)() != 1 for value in values):
+            got, remedy = [getattr(value, "shape", value) for value in values], "Call loss.mean()."
+            raise ShapeError("loss of a training pipeline", got, "tensors of one number", remedy)
         self._total = torch.stack([value.reshape(()) for value in values]).sum()
         return Step(detached(losses), detached(predictions))
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shoal.comm.collectives import LocalCollectives
 from shoal.data.batch import Batch
-from shoal.errors import ConfigError, InputError
+from shoal.errors import ConfigError, InputError, ShapeError
 from shoal.optim import clip_grad_norm_
 from shoal.pipeline import Settings, Step, create_predict_pipeline, create_train_pipeline
 from shoal.pipeline.batches import event_time_of, weight_of
@@ -294,6 +294,14 @@ class TestRuns:
             second.close()
         del second
         gc.collect()
+        made.model.tables.shard.clear(0)  # refused while a ticket is live
+
+    @pytest.mark.parametrize("loss", [lambda logits_B, _: logits_B, lambda *_: 1.0])
+    def test_a_loss_is_one_number(self, loss: Any) -> None:
+        made = toy([spec()])
+        pipeline = create_train_pipeline(made.model, made.optimizer, loss_of=loss)
+        with pytest.raises(ShapeError, match="loss of a training pipeline"):
+            pipeline.progress(iter(batches_of(3)))
         made.model.tables.shard.clear(0)  # refused while a ticket is live
 
     def test_a_model_may_leave_out_a_lookup(self) -> None:
