@@ -157,10 +157,14 @@ class Ragged:
             rows: B lists of Python ints, or of whatever is one.
 
         Raises:
-            DTypeError: an id is not an integer.
+            DTypeError: an id is not an integer, or an example is no list.
             InputError: an id does not fit int64.
         """
-        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64, device="cpu")
+        try:
+            lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64, device="cpu")
+        except TypeError as error:
+            allowed, remedy = "a list for each example", "Write [[1], [2]] for one id each."
+            raise bad(DTypeError, "lists of ids", error, allowed, remedy) from error
         return cls.from_lengths(ids_of(rows), lengths)
 
     @classmethod

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import pickle
 import signal
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shoal.comm import launch
 from shoal.comm.mesh import Mesh
 from shoal.distributed import DistributedModelParallel
 from shoal.embedding.collection import EmbeddingCollection
@@ -311,6 +315,28 @@ def wrapped_again(mesh: Mesh) -> str:
 def test_an_exchange_that_cannot_be_made_is_told_by_the_wrapper() -> None:
     for said in run_ranks(2, on_mesh, wrapped_again):
         assert "no tables" in said
+
+
+def left_behind() -> tuple[bool, int]:
+    """After a model was dropped: whether it is there; threads that are left once all is closed."""
+    threads = set(threading.enumerate())
+    mesh = launch.init(device="cpu", timeout_s=30)
+    model = DistributedModelParallel(SpreadModel(specs()), mesh=mesh)
+    train(model, mesh.rank, 2, batches(1))
+    kept = weakref.ref(model.module.tables.shard)
+    del model
+    gc.collect()
+    there = kept() is not None
+    launch.shutdown()
+    new = [one for one in threading.enumerate() if one not in threads]
+    for one in new:
+        one.join(10)
+    return there, sum(one.is_alive() for one in new)
+
+
+@pytest.mark.slow
+def test_a_model_that_is_dropped_goes_and_a_closed_mesh_leaves_no_threads() -> None:
+    assert run_ranks(2, left_behind) == [(False, 0)] * 2
 
 
 def killed_in_backward(mesh: Mesh) -> str:

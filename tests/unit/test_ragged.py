@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -196,6 +197,12 @@ def test_shapes_are_checked() -> None:
         KeyedRagged.from_lists({"a": [[1]], "b": []})
     with pytest.raises(ShapeError, match="weights of 'a'"):
         KeyedRagged.from_lists({"a": [[1, 2]]}, {"a": [[0.5]]})
+
+
+@pytest.mark.parametrize("rows", [[1, 2], [[1], None], 5])
+def test_an_example_is_a_list_of_ids(rows: Any) -> None:
+    with pytest.raises(DTypeError, match="a list for each example"):
+        KeyedRagged.from_lists({"a": rows})
 
 
 def test_devices_must_agree() -> None:

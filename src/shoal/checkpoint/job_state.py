@@ -6,16 +6,17 @@ import io
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from shoal.checkpoint.manifest import Manifest, SavedFile
 from shoal.checkpoint.row_files import parsing, read_checked, write_whole
 from shoal.checkpoint.storage import Storage
-from shoal.errors import CheckpointError, InputError
+from shoal.errors import CheckpointError, DTypeError, InputError
 from shoal.table.hosting import HostedTables
 
 
@@ -44,8 +45,13 @@ class Contents:
 
         Raises:
             InputError: they are not.
+            DTypeError: a collection, say, in place of its `hosted`.
         """
         for name, tables in self.tables.items():
+            if not isinstance(cast(object, tables), HostedTables):
+                what, got = f"tables {name!r} of a job", type(tables).__name__
+                remedy = "Pass what `hosted` of the collection gives."
+                raise DTypeError(what, got=got, allowed="HostedTables", remedy=remedy)
             placed = 1 if tables.placement is None else tables.placement.world_size
             if placed != world_size:
                 what, got = f"placement of collection {name!r}", f"one on {placed} ranks"
@@ -115,6 +121,9 @@ def _encoded(value: Any, what: str) -> bytes:
         torch.load(buffer, weights_only=True, map_location="cpu")
     except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:
         got = str(error).strip().partition("\n")[0]
+        if isinstance(error, pickle.UnpicklingError):  # whose text is about files of others
+            buffer.seek(0)
+            got = ", ".join(get_unsafe_globals_in_checkpoint(buffer)) or got
         allowed = "dicts, lists, tuples, numbers, strings, bytes and tensors"
         raise CheckpointError(what, got, allowed, "Turn other values into these.") from error
     return buffer.getvalue()

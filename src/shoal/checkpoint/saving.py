@@ -53,6 +53,7 @@ from shoal.comm.collectives import Collectives, LocalCollectives
 from shoal.comm.consensus import reduced, together
 from shoal.errors import CheckpointError, CollectiveFailed, InputError, ShoalError
 from shoal.table.hosting import HostedTables
+from shoal.table.shard import MAX_ID, whole
 from shoal.table.spec import TableSpec
 from shoal.table.values import AdmissionState, Cursor
 
@@ -454,7 +455,8 @@ def begin(
             with all threads of the shards, as `save` does.
 
     Raises:
-        InputError: arguments that contradict each other; nothing is held.
+        DTypeError, InputError: arguments that contradict each other, or no such number or tables;
+            nothing is held.
         CheckpointError: the storage refuses, the folder holds a checkpoint, the parent is another
             one, or a rank has no snapshot; on every rank.
     """
@@ -465,6 +467,7 @@ def begin(
         if other.collectives is ranks or other.url == root.url:
             other.join()
     name = folder_name(step, kind)
+    whole("position of a checkpoint", position, 0, MAX_ID, remedy="Count samples; use int(x).")
     parts = (contents.tables, contents.modules, contents.optimizers)
     wanted = (name, position, None if parent is None else parent.id, *map(tuple, parts))
 

@@ -17,6 +17,7 @@ from typing import cast
 from shoal.checkpoint.manifest import MANIFEST, Kind, Manifest, occupied, read_manifest
 from shoal.checkpoint.storage import Storage, storage_errors
 from shoal.errors import CheckpointError
+from shoal.table.shard import MAX_ID, whole
 
 WRITER = ".writer"  # in the folder while somebody writes there
 
@@ -124,12 +125,9 @@ def folder_name(step: int, kind: Kind) -> str:
     """Of the checkpoint of a step.
 
     Raises:
-        CheckpointError: a negative step.
+        DTypeError, InputError: no int from 0 to 2^63 - 1.
     """
-    if step < 0:
-        what = "step of a checkpoint"
-        remedy = "Count optimizer steps done."
-        raise CheckpointError(what, got=step, allowed="0 or more", remedy=remedy)
+    whole("step of a checkpoint", step, 0, MAX_ID, remedy="Count steps done; use int(x).")
     return f"step-{step:012d}-{kind}"
 
 

@@ -154,6 +154,8 @@ class Mesh:
         """Close all collectives and end the groups that this mesh made. Not a collective call."""
         for made in (*self._open, self.control):
             made.close()
+        if self._watch is not None:
+            self._watch.close()
         self._open.clear()
         groups, self._groups = self._groups, []
         if self._owns_world:

@@ -93,6 +93,10 @@ class Watchdog:
         """The call has ended."""
         self._in_torch = None
 
+    def close(self) -> None:
+        """Look no more; its thread ends soon, its connection with it."""
+        self._store = None
+
     def _work(self) -> None:
         while self._store is not None:
             time.sleep(_LOOK_S)

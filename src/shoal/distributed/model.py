@@ -128,7 +128,9 @@ def name_failures(
     watchdog ends such a process.
 
     dense: over the group of `wrapped`; its calls are those of backward.
+    step_of: must not hold `wrapped`: the hook lives in C++, where no collector sees a cycle.
     """
+    group = wrapped.process_group
     waiting: list[tuple[Call, Any]] = []
 
     def wait() -> None:
@@ -153,7 +155,7 @@ def name_failures(
 
         gradients = bucket.buffer().div_(dense.world_size)
         try:
-            work: Any = dist.all_reduce(gradients, group=wrapped.process_group, async_op=True)
+            work: Any = dist.all_reduce(gradients, group=group, async_op=True)
         except RuntimeError as error:
             raise call.failed(_first_line(error)) from error
         if bucket.index() == 0:  # the first of a backward, whatever became of the one before

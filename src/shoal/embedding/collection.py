@@ -169,9 +169,11 @@ class Lookup(torch.autograd.Function):
         return None, None, None, None
 
 
-def _versions(route: Route) -> tuple[int, int]:
+def _versions(route: Route) -> tuple[int, ...]:
     batch = route.request.batch
-    return batch.values_N._version, batch.offsets_FB1._version
+    # Tensors of inference mode have no version, and are not changed in place outside of it.
+    parts = (batch.values_N, batch.offsets_FB1)
+    return tuple([0 if part.is_inference() else part._version for part in parts])
 
 
 def _complete(
@@ -474,9 +476,11 @@ class EmbeddingCollection(nn.Module):
             route = self._probed(batch)
             self._exchange.fetch(route, ctx=self.ledger.context(route.event_time_s))
 
-    def drop_begun(self) -> None:
-        """Give up the lookups that have begun and that no forward used; the same on all ranks."""
-        self._begun.clear()
+    def drop_begun(self, batch: KeyedRagged | None = None) -> None:
+        """Give up lookups that have begun and that no forward used, of one batch or of all; the
+        same on all ranks."""
+        for key in [id(batch)] if batch is not None else list(self._begun):
+            self._begun.pop(key, None)
 
     def output_dtypes(self, outputs: tuple[Tensor, ...]) -> tuple[torch.dtype, ...]:
         """Dtypes of the plan's outputs, which a plan and a shard settle for good."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -88,6 +89,9 @@ class Executor:
                 streams = (*streams, self._early)
         self._loader = Prefetcher(source, device, stages.weight_of, streams)
         self._slots: dict[int, Reading] = {}
+        # Also where it is dropped before the end of its data: rows must not be held for good.
+        self._forget = weakref.finalize(self, _drop_all, stages, self._slots)
+        self._forget.atexit = False
         self._cast: dict[int, tuple[Pending, int]] = {}
         # What a rank without data trains on: its first batch, or another rank's, without ids.
         self._empty: Any = None
@@ -110,8 +114,7 @@ class Executor:
     def close(self) -> None:
         """End the loading thread; batches in flight are forgotten, their tickets end."""
         self._loader.close()
-        self._slots.clear()
-        self._stages.drop()
+        self._forget()
 
     def round(self) -> Round | None:
         """Continue until one batch is trained, with the step of its window; None at the end.
@@ -281,7 +284,7 @@ class Executor:
     def _drop(self, command: Command) -> None:
         slot = self._slots.pop(command.index)
         self._dropped += slot.found
-        self._stages.drop()
+        _drop_all(self._stages, {command.index: slot})
 
     def _stop(self, command: Command) -> None:
         self.close()
@@ -292,3 +295,11 @@ class Executor:
                 self._dropped,
                 command.index,
             )
+
+
+def _drop_all(stages: Stages, slots: dict[int, Reading]) -> None:
+    """Forget batches in flight; what training has of their rows by now stays."""
+    while slots:
+        _, slot = slots.popitem()
+        if slot.found:
+            stages.drop(slot.batch)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shoal.distributed.batch_norm import resting
 from shoal.embedding.collection import EmbeddingCollection
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, ShapeError
 from shoal.pipeline.batches import detached, event_time_of, ids_of, weight_of
 from shoal.ragged import KeyedRagged
 from shoal.table.shard import Shard
@@ -86,10 +86,10 @@ class Stages:
         for collection, ids in self._lookups(batch):
             collection.fetch(ids)
 
-    def drop(self) -> None:
-        """Forget all batches that have begun and will not be trained; their tickets end."""
-        for collection in self._collections.values():
-            collection.drop_begun()
+    def drop(self, batch: Any) -> None:
+        """Forget a batch that has begun and will not be trained; its tickets end."""
+        for collection, ids in self._lookups(batch):
+            collection.drop_begun(ids)
 
     def forward(self, batch: Any, *, last: bool, idle: bool) -> Step:
         """Run the model.
@@ -113,7 +113,11 @@ class Stages:
                 allowed="(losses, predictions)",
                 remedy="Return both, or pass loss_of=lambda outputs, batch: loss.",
             )
+        self.drop(batch)  # where a collection was not called
         values = list(losses.values()) if isinstance(losses, Mapping) else [losses]
+        if any(getattr(value, "numel", int)() != 1 for value in values):
+            got, remedy = [getattr(value, "shape", value) for value in values], "Call loss.mean()."
+            raise ShapeError("loss of a training pipeline", got, "tensors of one number", remedy)
         self._total = torch.stack([value.reshape(()) for value in values]).sum()
         return Step(detached(losses), detached(predictions))
 

@@ -121,7 +121,23 @@ def _fields(cls: type) -> tuple[tuple[str, Allowed], ...]:
             fits = words.__contains__
             found.append((name, Allowed(", ".join(map(repr, words)), fits, "Name one of them.")))
         found += [(name, one) for one in words if isinstance(one, Allowed)]
+        kinds = [one for one in words or (hint,) if isinstance(one, type)]
+        if any(issubclass(one, Checked) for one in kinds):
+            found.append((name, _instances(tuple(kinds), typing.get_origin(hint) is tuple)))
     return tuple(found)
+
+
+def _instances(kinds: tuple[type, ...], several: bool) -> Allowed:
+    """Objects of these classes, or a tuple of such."""
+    words = " or ".join(kind.__name__ for kind in kinds).replace("NoneType", "None")
+
+    def fits(value: Any) -> bool:
+        if several:
+            return isinstance(value, tuple | list) and all(isinstance(v, kinds) for v in value)
+        return isinstance(value, kinds)
+
+    remedy = "Pass an object, not a class, a name or a number."
+    return Allowed(f"a tuple of {words}" if several else f"an object of {words}", fits, remedy)
 
 
 class Rule(Checked):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,13 +19,14 @@ from shoal.checkpoint.saving import begin, save
 from shoal.checkpoint.storage import DurableFile, Storage
 from shoal.checkpoint.store import CheckpointStore
 from shoal.checkpoint.table_match import LoadOptions
-from shoal.errors import CheckpointError, InputError
+from shoal.errors import CheckpointError, DTypeError, InputError
 from shoal.table.cpu.snapshot import CpuSnapshot
 from shoal.table.cuda.snapshots import CudaSnapshot
 from shoal.table.hosting import HostedTables
 from support.saved_jobs import FEW, MANY, SPECS, Home, Job, Sizes, row_bytes, small_files
 from support.saved_rows import same
 from support.shards import CUDA, SHARDS, TIERED
+from support.toy_collections import collection
 
 FULL, DELTA = "step-000000000003-full", "step-000000000004-delta"
 
@@ -327,13 +329,34 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         begin(tmp_path / "file", trained().contents(), step=3, position=30)
 
 
-def test_state_that_could_not_be_loaded_is_refused_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [(Gate(), "_thread.lock"), (np.float32(0.5), "got numpy"), (Path("x"), "got pathlib")],
+)
+def test_state_that_could_not_be_loaded_is_refused_at_once(
+    tmp_path: Path, value: object, named: str
+) -> None:
     job = trained()
     contents = job.contents()
-    contents.state["made"] = Gate()  # type: ignore[index]
-    with pytest.raises(CheckpointError, match="state of a job"):
+    contents.state["made"] = value  # type: ignore[index]
+    with pytest.raises(CheckpointError, match=f"state of a job: .*{named}"):
         begin(tmp_path, contents, step=3, position=30)
     job.shard.snapshot().close()
+
+
+@pytest.mark.parametrize("value", [-1, 2.0, np.int64(2), True, "3", None, 1 << 63])
+@pytest.mark.parametrize("name", ["step", "position"])
+def test_numbers_of_a_checkpoint_are_ints(tmp_path: Path, name: str, value: object) -> None:
+    numbers: dict[str, Any] = {"step": 3, "position": 30, name: value}
+    with pytest.raises(InputError, match=f"{name} of a checkpoint"):
+        begin(tmp_path, trained().contents(), **numbers)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_collection_is_no_hosted_tables(tmp_path: Path) -> None:
+    tables: dict[str, Any] = {"model": collection(SHARDS["cpu"])}
+    with pytest.raises(DTypeError, match=r"'model' of a job: got EmbeddingCollection.*hosted"):
+        save(tmp_path, Contents(tables=tables), step=3, position=30)
 
 
 def test_deltas_want_a_parent_and_cursors(tmp_path: Path) -> None:

@@ -111,6 +111,18 @@ class TestBackward:
             loss.backward()
 
     @interpreted_too
+    def test_ids_of_inference_mode(self, make_shard: ShardFactory) -> None:
+        found = []
+        for mode in (False, True):
+            owner = collection(make_shard)
+            optimizer = SparseOptimizer(owner)
+            with torch.inference_mode(mode):
+                batch = KeyedRagged(BATCH.keys, BATCH.values_N.clone(), BATCH.offsets_FB1.clone())
+            owner(batch)["user"].square().sum().backward()
+            optimizer.step()
+            found.append(owner.table("users").lookup(BATCH.values_N))
+        assert torch.equal(*found)
+
     def test_a_gradient_changed_in_place(self, make_shard: ShardFactory) -> None:
         owner = collection(make_shard)
         optimizer = SparseOptimizer(owner)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from shoal.comm.collectives import LocalCollectives
 from shoal.data.batch import Batch
-from shoal.errors import ConfigError, InputError
+from shoal.errors import ConfigError, InputError, ShapeError
 from shoal.optim import clip_grad_norm_
 from shoal.pipeline import Settings, Step, create_predict_pipeline, create_train_pipeline
 from shoal.pipeline.batches import event_time_of, weight_of
@@ -274,6 +275,46 @@ class TestRuns:
             pipeline.progress(iter(batches_of(3)))
         pipeline.close()
         assert len(run(pipeline, batches_of(3))) == 3
+
+    @pytest.mark.parametrize("closed", [True, False])
+    def test_a_pipeline_given_up_holds_no_rows_and_disturbs_no_other(self, closed: bool) -> None:
+        made = toy([spec()])
+        first, second = (
+            create_train_pipeline(made.model, made.optimizer, loss_of=loss_of) for _ in range(2)
+        )
+        source = iter(batches_of(9))
+        first.progress(iter(batches_of(9)))
+        second.progress(source)
+        if closed:
+            first.close()
+        del first
+        second.progress(source)
+        assert second.tickets == 1
+        if closed:
+            second.close()
+        del second
+        gc.collect()
+        made.model.tables.shard.clear(0)  # refused while a ticket is live
+
+    @pytest.mark.parametrize("loss", [lambda logits_B, _: logits_B, lambda *_: 1.0])
+    def test_a_loss_is_one_number(self, loss: Any) -> None:
+        made = toy([spec()])
+        pipeline = create_train_pipeline(made.model, made.optimizer, loss_of=loss)
+        with pytest.raises(ShapeError, match="loss of a training pipeline"):
+            pipeline.progress(iter(batches_of(3)))
+        made.model.tables.shard.clear(0)  # refused while a ticket is live
+
+    def test_a_model_may_leave_out_a_lookup(self) -> None:
+        made = toy([spec()])
+
+        made.model.forward = lambda batch: batch.labels  # type: ignore[method-assign]
+        pipeline = create_train_pipeline(
+            made.model, made.optimizer, loss_of=lambda *_: made.model.linear.bias.sum(), depth=1
+        )
+        source = iter(batches_of(4))
+        for _ in range(3):
+            pipeline.progress(source)
+            made.model.tables.shard.clear(0)  # refused while a ticket is live
 
     def test_detach_gives_the_model_back(self) -> None:
         made = toy([spec()])

@@ -95,3 +95,28 @@ def test_a_made_up_rule_has_its_fields_checked() -> None:
     with pytest.raises(ConfigError, match="power of Longer"):
         Longer(power=0)
     torch.testing.assert_close(Longer().init_state(2), torch.tensor([0.1, 0.1]))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("optimizer", "adagrad"),
+        ("optimizer", Adagrad),
+        ("optimizer", torch.optim.Adagrad),
+        ("initializer", Uniform),
+        ("compressor", None),
+        ("admission", 3),
+        ("expiry", 3600),
+        ("segments", Segment(dim=2)),
+        ("segments", (2,)),
+    ],
+)
+def test_parts_are_objects_of_their_kind(field: str, value: object) -> None:
+    given: dict[str, Any] = {field: value}
+    with pytest.raises(
+        ConfigError, match=f"{field} of .*; allowed: (an object of|a tuple of) [A-Z]"
+    ):
+        if field in ("optimizer", "initializer", "compressor"):
+            Segment(dim=2, **given)
+        else:
+            TableSpec(**{"name": "t", "segments": (Segment(dim=2),), **given})
