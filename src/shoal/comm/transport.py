@@ -7,6 +7,7 @@ a head (small bytes) and frames of raw memory; so is a reply, or it is an error 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import json
@@ -157,6 +158,13 @@ def _refused_token(what: str, got: str) -> ConfigError:
     )
 
 
+def _check_port(address: str) -> None:
+    """ZeroMQ takes a port modulo 65,536."""
+    port = address.rpartition(":")[2]
+    if port.isdecimal() and int(port) >= 1 << 16:
+        raise zmq.ZMQError(errno.EINVAL)
+
+
 class Server:
     """Answers requests of any number of clients, several at once, in the order they come.
 
@@ -204,6 +212,7 @@ class Server:
         if secret is not None:
             secret.guard(self._socket)
         try:
+            _check_port(address)
             self._socket.bind(address)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
@@ -412,6 +421,7 @@ class Client:
             events |= zmq.EVENT_DISCONNECTED
         socket.get_monitor_socket(events)
         try:
+            _check_port(address)
             socket.connect(nearest)
         except zmq.ZMQError as error:
             _close(socket)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.comm.transport import Client
-from shoal.errors import ServerLost
+from shoal.comm.transport import Client, Server
+from shoal.errors import ConfigError, ServerLost
 from shoal.ps.client import RowsOverServers
 from shoal.ps.connections import Servers
 from shoal.table.shard import IdGroups, StepContext
@@ -88,3 +88,12 @@ def test_a_client_closes_though_a_waiter_was_quicker() -> None:
     assert not closer.is_alive()
     with pytest.raises(ServerLost):
         reply.result()
+
+
+@pytest.mark.parametrize("port", [65536, 99999])
+def test_a_port_that_no_machine_has(port: int) -> None:
+    address = f"tcp://127.0.0.1:{port}"
+    with pytest.raises(ConfigError, match=f"address of a server: got {address}"):
+        Server(address, lambda *_: [], most_bytes=1 << 20)
+    with pytest.raises(ConfigError, match=f"address of a server: got {address}"):
+        Client([address])
