@@ -118,6 +118,10 @@ def test_it_follows_a_run_that_trains(shares: int, tmp_path: Path) -> None:
         with process("train", str(file), cwd=tmp_path) as trainer:
             printed, _ = trainer.communicate(timeout=240)
             assert trainer.returncode == 0, printed
+        for _ in range(600):  # each server looks for its first version once a second
+            if httpx.get(f"http://{http_address}/healthz").status_code == 200:
+                break
+            time.sleep(0.1)
         (run,) = (tmp_path / "runs").iterdir()
         source = FolderSource(run)
         model = source.load(source.newest() or 0)
