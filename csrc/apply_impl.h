@@ -261,6 +261,9 @@ __attribute__((always_inline)) inline void each_row(const ApplyJob& job, const A
   const RowView v = job.table.rows;
   const std::size_t weights = weight_bytes(v), state = state_bytes(v);
   RowPlace ring[kAhead];
+  for (std::uint32_t i = 0; i < kGradsAhead && i < grads.n; ++i) {
+    prefetch_row(grads.place(i), grads.bytes);
+  }
   for (std::uint32_t u = 0; u < kAhead && u < unique; ++u) {
     ring[u] = place_row(v, s.rows[u], weights, state);
   }
@@ -359,6 +362,9 @@ std::int64_t step_any_rows(const ApplyJob& job, const Items& items, const ApplyS
 
 template <class T>
 std::int64_t apply_typed(const ApplyJob& job, const Items& items, const ApplyScratch& s) {
+  // Of a small table nothing is in the caches; these are needed once its rows are numbered.
+  __builtin_prefetch(job.table.rows.maxima, 1, 2);
+  prefetch_row(job.table.segments, sizeof(Segment));
   const std::uint32_t unique =
       job.in_place ? sort_rows(job, items, s) : sum_rows<T>(job, items, s);
   // Apart from the steps, where it cost 8 % of those of 16 columns; here it costs 1 %. A row that is
