@@ -162,6 +162,7 @@ def export(
             remedy="Choose another folder, or make space.",
         ) from error
     finally:
+        _remove_leftovers(base)
         held.release(keep=False)
     return path
 
@@ -326,10 +327,10 @@ def _remove(path: Path) -> None:
 
 
 def _remove_leftovers(base: Path) -> None:
-    """What processes that died left."""
+    """What exports that failed left."""
     for prefix in (_PARTIAL, _REMOVED):
         for one in base.glob(f"{prefix}*"):
-            shutil.rmtree(one)
+            shutil.rmtree(one, ignore_errors=True)
 
 
 def _sync(folder: Path) -> None:
