@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal import errors
+from shoal.comm.launch_environment import PORTS
 from shoal.comm.unread import UnreadLimit
 from shoal.errors import ConfigError, ServerLost, ShoalError
 
@@ -161,7 +162,7 @@ def _refused_token(what: str, got: str) -> ConfigError:
 def _check_port(address: str) -> None:
     """ZeroMQ takes a port modulo 65,536."""
     port = address.rpartition(":")[2]
-    if port.isdecimal() and int(port) >= 1 << 16:
+    if port.isdecimal() and int(port) >= PORTS:
         raise zmq.ZMQError(errno.EINVAL)
 
 
