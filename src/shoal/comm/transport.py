@@ -632,7 +632,7 @@ class Client:
         strange = self._failed_greetings[call.server] >= _GREETINGS
         call.future.set_exception(
             ServerLost(
-                f"call to server {call.server}",
+                f"call to server {call.server} at {self._addresses[call.server]}",
                 got=f"{got}; {_STRANGER}" if strange else got,
                 allowed="a reply",
                 remedy="Give all of them one token file."

@@ -22,7 +22,7 @@ from shoal.data import (
     split_by_time,
 )
 from shoal.data.quarantine import BadRow
-from shoal.errors import DataError
+from shoal.errors import ConfigError, DataError
 
 RECIPE = Recipe(
     ids=(IdFeature(name="u"), IdFeature(name="seen", is_list=True, max_length=2)),
@@ -288,6 +288,17 @@ def test_drift_of_columns_that_could_be_read_is_refused_where_that_is_wanted(tmp
 def csv(path: Path, rows: list[bytes], header: bytes = b"u,seen,y,x,at") -> Path:
     path.write_bytes(b"\n".join([header, *rows, b""]))
     return path
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("path", [".", "", "/", "here"])
+def test_a_folder_is_no_quarantine(
+    path: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"path of a quarantine: got the folder .*bad\.jsonl"):
+        Quarantine(path, rank=rank)
 
 
 def test_bad_rows_of_csv(tmp_path: Path):
