@@ -163,7 +163,7 @@ class Mesh:
             made.close()
         if self._watch is not None:
             self._watch.close()
-        self._open.clear()
+        self._unused.clear()
         groups, self._groups = self._groups, []
         if self._owns_world:
             dist.destroy_process_group()  # with every group of it
