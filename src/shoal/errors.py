@@ -7,7 +7,7 @@ ShoalError
 │   └── MissingPackage    a package of an extra is not installed         (ImportError)
 ├── InputError            data of a call is wrong                        (ValueError)
 │   ├── ShapeError        wrong shape, length or offsets
-│   ├── DTypeError        wrong dtype or device                          (TypeError)
+│   ├── DTypeError        wrong dtype, device or kind of object          (TypeError)
 │   └── NonFiniteGradient a gradient holds NaN or infinity
 ├── DataError             a file or stream is missing, empty or malformed
 ├── TableFull             a fixed-capacity table has no slot for new ids
@@ -26,7 +26,9 @@ these four parts, by name or in this order:
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+from typing import Any
 
 __all__ = [
     "CheckpointError",
@@ -46,10 +48,12 @@ __all__ = [
     "TableFull",
     "TicketError",
     "UnknownName",
+    "all_of_kind",
     "collective_failed",
     "describe",
     "did_you_mean",
     "no_package",
+    "of_kind",
     "out_of_device_memory",
     "unknown_name",
 ]
@@ -97,7 +101,7 @@ class ShapeError(InputError):
 
 
 class DTypeError(InputError, TypeError):
-    """Wrong dtype or device of a tensor."""
+    """Wrong dtype or device of a tensor, or an object of another kind."""
 
 
 class NonFiniteGradient(InputError):
@@ -139,15 +143,51 @@ class DeviceUnavailable(ShoalError, RuntimeError):
     """A requested device or backend is not available on this machine."""
 
 
+_SHOWN = 2_000  # letters of what was got, and of what is allowed
+_NOTHING = re.compile(r"0\.\.-1\b")
+
+
 def describe(what: str, *, got: object, allowed: object, remedy: str) -> str:
-    """Format an error message: what was wrong, what was got, what is allowed, the remedy."""
+    """Format an error message: what was wrong, what was got, what is allowed, the remedy.
+
+    Of what is long the beginning is shown; a range of nothing is none.
+    """
+    parts = [str(got), _NOTHING.sub("none", str(allowed))]
+    got, allowed = (f"{x[:_SHOWN]}... ({len(x):,} letters)" if x[_SHOWN:] else x for x in parts)
     return f"{what}: got {got}; allowed: {allowed}. {remedy}"
 
 
 def did_you_mean(got: str, known: Iterable[str]) -> str:
     """A question with the one or two nearest names; empty if none is near."""
-    near = difflib.get_close_matches(got, list(known), n=2, cutoff=0.6)
+    near = difflib.get_close_matches(str(got), list(known), n=2, cutoff=0.6)
     return f"Did you mean {' or '.join(near)}?" if near else ""
+
+
+def of_kind(what: str, value: Any, *kinds: type) -> Any:
+    """A value that has to be of one of these kinds.
+
+    Raises:
+        DTypeError: it is of another.
+    """
+    if isinstance(value, kinds):
+        return value
+    got = f"{value!r:.100} ({type(value).__name__})"
+    allowed = " or ".join(kind.__name__ for kind in kinds)
+    raise DTypeError(what, got, allowed, "Pass an object of that kind.")
+
+
+def all_of_kind(what: str, values: Any, *kinds: type) -> tuple[Any, ...]:
+    """Several values, each of which has to be of one of these kinds.
+
+    Raises:
+        DTypeError: one is of another, or it is one value alone.
+    """
+    several = isinstance(values, Iterable) and not isinstance(values, (str, *kinds))
+    found = tuple(values) if several else of_kind(what, values, list, tuple)
+    for value in found:
+        if not isinstance(value, kinds):
+            of_kind(f"one of {what}", value, *kinds)
+    return found
 
 
 # By the module that they bring, where its name is another one.

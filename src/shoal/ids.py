@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal._core import ops as core
 from shoal.address import address, check_int64
-from shoal.errors import ConfigError, DTypeError, InputError, unknown_name
+from shoal.errors import ConfigError, DTypeError, InputError, of_kind, unknown_name
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -64,7 +64,8 @@ def mix64(word: Word) -> Word:
 
 def salt(table: str) -> int:
     """The salt of a table, 0..2^64-1: first 8 bytes, little-endian, of SHA-256 of its name."""
-    return int.from_bytes(hashlib.sha256(table.encode()).digest()[:8], "little")
+    name = of_kind("name of a table", table, str).encode()
+    return int.from_bytes(hashlib.sha256(name).digest()[:8], "little")
 
 
 def _shifted(word: Tensor, bits: int) -> Tensor:
@@ -215,7 +216,7 @@ class SlotRegistry:
         self._max_slot = max_slot(layout)
         self._slots: dict[str, int] = {}
         self._names: dict[int, str] = {}
-        for name, slot in (slots or {}).items():
+        for name, slot in of_kind("slots", slots or {}, Mapping).items():
             self.register(name, slot)
 
     def register(self, name: str, slot: int) -> None:
@@ -269,7 +270,7 @@ class SlotRegistry:
 
 
 def _bits(layout: str) -> tuple[int, int]:
-    if layout not in BITS:
+    if str(layout) not in BITS:
         raise unknown_name("fid layout", layout, BITS)
     return BITS[layout]
 
@@ -333,7 +334,7 @@ def _text_of(strings: Any, *, nulls: bool) -> pa.Array:
     try:
         there = isinstance(strings, (pa.Array, pa.ChunkedArray))
         column = strings if there else pa.array(strings)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, TypeError) as error:
         raise DTypeError("strings", error, "one column of strings", remedy) from error
     if isinstance(column, pa.ChunkedArray):
         column = column.unify_dictionaries().combine_chunks()

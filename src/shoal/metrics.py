@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.address import check_dense, check_int64
-from shoal.errors import ConfigError, DTypeError, InputError, ShapeError
+from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, all_of_kind, of_kind
 
 __all__ = [
     "BinaryMetrics",
@@ -108,7 +108,7 @@ class BinaryMetrics:
     """
 
     def __init__(self, *, exact_auc: bool = True, bins: int = 10) -> None:
-        if bins < 1:
+        if of_kind("bins", bins, int) < 1:
             allowed = "1 or more"
             raise ConfigError("bins", got=bins, allowed=allowed, remedy="Use 10.")
         self._exact_auc = exact_auc
@@ -248,7 +248,7 @@ def grouped_auc(
     `BinaryMetrics.update`.
     """
     scores_B, labels_B, weights_B = _checked(predictions_B, labels_B, weights_B)
-    if groups_B.shape != scores_B.shape:
+    if of_kind("groups", groups_B, Tensor).shape != scores_B.shape:
         raise _shape_error("groups", groups_B, scores_B)
     if groups_B.is_floating_point():
         got, remedy = groups_B.dtype, "Number the groups."
@@ -305,7 +305,7 @@ def ranking_figures(ranks_N: Tensor, ks: Sequence[int]) -> dict[str, float]:
     check_dense("ranks", ranks_N)
     rank_N = ranks_N.double()
     figures = {}
-    for k in ks:
+    for k in all_of_kind("ks", ks, int):
         hit_N = (rank_N <= k).double()
         figures[f"hit_rate@{k}"] = float(hit_N.mean())
         figures[f"ndcg@{k}"] = float((hit_N / torch.log2(1 + rank_N)).mean())

@@ -87,7 +87,8 @@ def bucket_hashes(start: int, stop: int) -> tuple[int, int]:
     Raises:
         ConfigError: the range is empty or not within 0..BUCKETS.
     """
-    fits, allowed = 0 <= start < stop <= BUCKETS, f"0 <= start < stop <= {BUCKETS}"
+    fits = whole(1, BUCKETS).fits(stop) and whole(0, stop - 1).fits(start)
+    allowed = f"0 <= start < stop <= {BUCKETS}"
     _require(fits, "bucket range", f"[{start}, {stop})", allowed, "Name at least one bucket.")
     shift = 64 - BUCKET_BITS
     return start << shift, (stop << shift) - 1
@@ -103,7 +104,7 @@ def rank_buckets(rank: int, ranks: int) -> tuple[int, int]:
         ConfigError: W is not in 1..BUCKETS or rank not in 0..W-1.
     """
     _check_ranks(ranks)
-    fits, allowed = 0 <= rank < ranks, f"0..{ranks - 1}"
+    fits, allowed = whole(0, ranks - 1).fits(rank), f"0..{ranks - 1}"
     _require(fits, "rank of a uniform split", rank, allowed, "Ranks count from 0.")
     return -(-rank * BUCKETS // ranks), -(-(rank + 1) * BUCKETS // ranks)
 
@@ -145,12 +146,12 @@ def unsigned_mod(ids_N: Tensor, divisor: int) -> Tensor:
 
 
 def _check_ranks(ranks: int) -> None:
-    remedy = "Split a table over fewer ranks."
-    _require(1 <= ranks <= BUCKETS, "ranks of a uniform split", ranks, f"1..{BUCKETS}", remedy)
+    fits, remedy = whole(1, BUCKETS).fits(ranks), "Split a table over fewer ranks."
+    _require(fits, "ranks of a uniform split", ranks, f"1..{BUCKETS}", remedy)
 
 
 def _check_divisor(divisor: int) -> None:
-    fits, allowed = 1 <= divisor <= _LARGEST_DIVISOR, f"1..{_LARGEST_DIVISOR}"
+    fits, allowed = whole(1, _LARGEST_DIVISOR).fits(divisor), f"1..{_LARGEST_DIVISOR}"
     _require(fits, "divisor of a routing rule", divisor, allowed, "Pass the number of shards.")
 
 

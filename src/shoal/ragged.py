@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal import errors
 from shoal.address import check_dense, check_int64
 from shoal.errors import DeviceUnavailable, DTypeError, InputError, ShapeError, unknown_name
 
@@ -327,7 +328,8 @@ class KeyedRagged:
         """
         if weights is None:
             return cls.from_dict(features)
-        for key, rows in features.items():
+        weights = errors.of_kind("weights", weights, Mapping)
+        for key, rows in errors.of_kind("features", features, Mapping).items():
             want, got = [len(row) for row in rows], [len(row) for row in weights.get(key, ())]
             if got != want:
                 raise bad(ShapeError, f"lengths of weights of {key!r}", got, want)
@@ -350,7 +352,7 @@ class KeyedRagged:
         """
         parts = {
             key: rows if isinstance(rows, Ragged) else Ragged.from_lists(rows)
-            for key, rows in features.items()
+            for key, rows in errors.of_kind("features", features, Mapping).items()
         }
         sizes = {key: part.batch_size for key, part in parts.items()}
         if len(set(sizes.values())) > 1:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.comm import Part, TorchCollectives
+from shoal.comm import Part, TorchCollectives, init, shutdown
+from shoal.distributed import DistributedModelParallel
 from shoal.errors import CollectiveFailed
+from shoal.optim import SparseOptimizer
 from support.collective_checks import check_collectives
 from support.ranks import run_ranks
+from support.spread_model import SpreadModel, batches, part_of, specs
 
 GPUS = torch.cuda.device_count()
 
@@ -41,6 +45,28 @@ def test_all_collectives(world_size: int) -> None:
     if world_size > GPUS:
         pytest.skip(f"needs {world_size} GPUs, {GPUS} here")
     run_ranks(world_size, all_checks, timeout_s=120, reuse=True)
+
+
+def in_turn() -> list[int]:
+    """Groups under one mesh with each of three models, used and dropped."""
+    mesh, counted = init(device="cuda", timeout_s=60), []
+    for _ in range(3):
+        bare = SpreadModel(specs(), device=str(mesh.device))
+        model = DistributedModelParallel(bare, mesh=mesh)
+        own = part_of(batches(1)[0], mesh.rank, mesh.world_size)
+        sparse = SparseOptimizer(model)
+        model(own.batch(), own.tensors()[0].to(mesh.device)).sum().backward()
+        sparse.step()
+        counted.append(len(mesh._groups))
+        del bare, model, sparse
+        gc.collect()
+    shutdown()
+    return counted
+
+
+def test_models_in_turn_under_one_mesh_keep_no_groups() -> None:
+    for counted in run_ranks(2, in_turn, timeout_s=120, reuse=True):
+        assert counted[-1] == counted[0]
 
 
 def on_another_stream() -> list[float]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm import launch
-from shoal.comm.mesh import Mesh
+from shoal.comm.mesh import Mesh, Path
 from shoal.distributed import DistributedModelParallel
 from shoal.embedding.collection import EmbeddingCollection
 from shoal.embedding.layouts import Feature
@@ -337,6 +337,26 @@ def left_behind() -> tuple[bool, int]:
 @pytest.mark.slow
 def test_a_model_that_is_dropped_goes_and_a_closed_mesh_leaves_no_threads() -> None:
     assert run_ranks(2, left_behind) == [(False, 0)] * 2
+
+
+def in_turn(mesh: Mesh, path: Path) -> list[int]:
+    """Threads and open files after each of four models, used and dropped."""
+    counted = []
+    for _ in range(4):
+        model = DistributedModelParallel(SpreadModel(specs()), mesh=mesh, exchange_path=path)
+        train(model, mesh.rank, 2, batches(1))
+        counted.append(sum(len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")))
+        del model
+        gc.collect()
+    return counted
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="counts threads in /proc")
+@pytest.mark.parametrize("path", ["torch", "shared_memory"])
+def test_models_in_turn_under_one_mesh_keep_no_threads_or_files(path: Path) -> None:
+    for counted in run_ranks(2, on_mesh, in_turn, path):
+        assert counted[-1] <= max(counted[:2])  # as many as of one
 
 
 def killed_in_backward(mesh: Mesh) -> str:

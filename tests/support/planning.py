@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from shoal.planner.calibrate import measured_file
 from shoal.planner.cost import CostModel, Workload
 from shoal.planner.options import Constraint, TableInput, options_of
 from shoal.planner.problem import PlacementProblem, problem_of
@@ -22,3 +24,10 @@ def problem(tables: list[TableInput], topology: Topology, **work: Any) -> Placem
     """Every option of some tables, unconstrained."""
     model = CostModel(topology, Workload(**{"batch_size": 4096, "dense_s": 1e-3, **work}))
     return problem_of(tables, [options_of(t, Constraint(), topology) for t in tables], model)
+
+
+def kept(folder: Path, topology: Topology) -> Path:
+    """A file of measured speeds in a folder."""
+    path, text = measured_file(folder, topology)
+    path.write_text(text)
+    return path

@@ -79,7 +79,7 @@ def adapt(match: TableMatch, chunk: RowChunk, *, seed: int, now_s: int | None) -
         state = torch.cat([_state(match, one, chunk) for one in match.segments], dim=1)
     cast = stored(spec, weights), state.to(real_dtype(spec))
     whole = replace(chunk, table=spec.name, weights=cast[0], state=cast[1])
-    return Adapted(whole, expired_U, _unfit(weights, cast[0]) + _unfit(state, cast[1]))
+    return Adapted(whole, expired_U, unfit(weights, cast[0]) + unfit(state, cast[1]))
 
 
 def _weights(match: TableMatch, chunk: RowChunk, seed: int) -> Tensor:
@@ -110,7 +110,8 @@ def _state(match: TableMatch, one: SegmentMatch, chunk: RowChunk) -> Tensor:
     return fresh.expand(chunk.ids.numel(), width)
 
 
-def _unfit(before: Tensor, after: Tensor) -> int:
+def unfit(before: Tensor, after: Tensor) -> int:
+    """Finite numbers that are not, once they have another dtype."""
     if after.dtype is torch.int8 or torch.finfo(before.dtype).max <= torch.finfo(after.dtype).max:
         return 0
     return int((before.isfinite() & ~after.isfinite()).sum())
@@ -282,7 +283,7 @@ class RowLoader:
                 trim.weighed()
             self._pass()
         if self._unfit:
-            raise _does_not_fit(self._unfit)
+            raise does_not_fit(self._unfit)
         self._load_admission()
         return LoadTally(dict(self._rows), dict(self._expired), bool(trims))
 
@@ -435,10 +436,8 @@ def _choose(targets: Iterable[Target]) -> list[Trim]:
     return found
 
 
-def _does_not_fit(unfit: Mapping[str, int]) -> CheckpointError:
-    return CheckpointError(
-        "saved numbers",
-        got="; ".join(f"{n} that are too large for table {key!r}" for key, n in unfit.items()),
-        allowed="numbers within the dtypes of the tables",
-        remedy="Load them into tables of a wider dtype (bfloat16 has the range of float32).",
-    )
+def does_not_fit(found: Mapping[str, int]) -> CheckpointError:
+    """The error of numbers that are too large for a table's dtype, counted by table."""
+    got = "; ".join(f"{n} that are too large for table {key!r}" for key, n in found.items())
+    remedy = "Load them into tables of a wider dtype (bfloat16 has the range of float32)."
+    return CheckpointError("numbers of rows", got, "those within the tables' dtypes", remedy)

@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from shoal.cli.shell import Commands, Overrides, argument, console, option, print_line
+from shoal.cli.start import write
 
 if TYPE_CHECKING:
     from shoal.config import RunConfig
@@ -107,8 +108,8 @@ def make(
     changed = report.changes_of(plan_on, machines) if changes else []
     _print(report.text_of(found, changed))
     name = f"{settings.name}-plan"
-    _write(out / f"{name}.json", found.to_json())
-    _write(out / f"{name}.html", report.html_of(found, f"Plan of {settings.name}", changed))
+    write(out / f"{name}.json", found.to_json())
+    write(out / f"{name}.html", report.html_of(found, f"Plan of {settings.name}", changed))
 
 
 @plan.command(name="simulate")
@@ -168,7 +169,7 @@ def simulate(
     _print(report.simulated_text(points))
     name = Path(config).stem
     page = report.simulated_html(points, f"Simulation of {name}", machines)
-    _write(out / f"{name}-simulation.html", page)
+    write(out / f"{name}-simulation.html", page)
 
 
 @plan.command(name="diff")
@@ -216,9 +217,8 @@ def calibrate(
         found = timed_steps.fitted(mesh, found, quick=quick)
         if mesh.rank == 0:
             folder = cache_folder() if out is None else out
-            folder.mkdir(parents=True, exist_ok=True)
             _print([found.summary(), *measuring.lines_of(found.rates)])
-            print_line(console(), f"wrote {measuring.cached(folder, found)}")
+            write(*measuring.measured_file(folder, found))
     finally:
         launch.shutdown()
 
@@ -250,7 +250,7 @@ def profile(
             f"{one.new_per_sample:>8.3g}"
         )
     _print(lines)
-    _write(out, statistics_text(found))
+    write(out, statistics_text(found))
 
 
 def _loaded(config: str, overrides: Sequence[str] | None) -> RunConfig:
@@ -277,18 +277,3 @@ def _print(lines: Sequence[str]) -> None:
     out = console()
     for line in lines:
         print_line(out, line)
-
-
-def _write(path: Path, text: str) -> None:
-    from shoal.errors import ConfigError
-
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise ConfigError(
-            "file to write",
-            got=f"{path} ({error.strerror})",
-            allowed="a path in a folder that exists",
-            remedy="Choose another with --out.",
-        ) from error
-    print_line(console(), f"wrote {path}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ import typer
 
 from shoal.cli.shell import argument, console, option, print_line
 from shoal.errors import ConfigError, DataError, unknown_name
+from shoal.telemetry import replace_text
 
 _LABELS = ("label", "target", "y", "click", "clicked", "is_click", "converted", "conversion")
 _TIMES = ("time", "timestamp", "event_time", "event_time_s", "ts", "datetime", "date")
@@ -66,9 +68,10 @@ def examples(
     for stem in [one for one in shipped if one == name or one.startswith(prefix)]:
         path = folder / f"{stem}.yaml"
         text = shipped[stem].read_text(encoding="utf-8")
-        if not (path.is_file() and path.read_text(encoding="utf-8") == text):
-            _write_new(path, text)
-        print_line(out, f"wrote {path}")
+        if path.is_file() and path.read_text(encoding="utf-8") == text:
+            print_line(out, f"wrote {path}")
+        else:
+            write(path, text, new=True)
     first = shipped[wanted[0]].read_text(encoding="utf-8")
     made = re.search(r"^#   (shoal data synth .*?) +#", first, flags=re.MULTILINE)
     if made:
@@ -115,8 +118,7 @@ def init(
         text = (_examples_folder() / "flights.yaml").read_text(encoding="utf-8")
         text = text.replace("examples/flights.yaml", str(file))
         text = text.replace("\nname: flights\n", f"\nname: {_quoted(_name_of(file))}\n")
-    _write_new(file, text)
-    print_line(console(), f"wrote {file}")
+    write(file, text, new=True)
     if note:
         print_line(console(), note)
     print_line(console(), f"Train it with: shoal train {file}")
@@ -128,19 +130,26 @@ def _examples_folder() -> Path:
     return next(p for p in (package / "examples", package.parents[1] / "examples") if p.is_dir())
 
 
-def _write_new(path: Path, text: str) -> None:
-    """Write a file that does not exist yet."""
+def write(path: Path, text: str, *, new: bool = False) -> None:
+    """Write a file whole or not at all, and say so; `new`: one that does not exist yet.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
+        if new and path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        is_device = path.exists() and not path.is_file()
+        (Path.write_text if is_device else replace_text)(path, text)
     except OSError as error:
         raise ConfigError(
             "file to write",
             got=f"{path} ({error.strerror})",
-            allowed="a new file in a folder that can be written",
-            remedy="Choose another name, or remove the file.",
+            allowed=f"a {'new ' * new}file in a folder that can be written",
+            remedy="Choose another name, or make room.",
         ) from error
+    print_line(console(), f"wrote {path}")
 
 
 def _name_of(file: Path) -> str:

@@ -105,6 +105,7 @@ def tasks_of_node(counts: str, node: int) -> int:
 
 
 DEFAULT_PORT = 29500
+PORTS = 1 << 16  # all are below it
 MAX_TIMEOUT_S = 10**8  # three years; larger ones overflow the clocks of Gloo and NCCL
 LOOPBACK = "127.0.0.1"
 Launcher = Literal["torchrun", "mpi", "slurm", "single"]
@@ -156,7 +157,7 @@ class Launch:
         _check(rank, self.rank, 0, (world, self.world_size))
         _check(local_world, self.local_world_size, 1, (world, self.world_size + 1))
         _check(local_rank, self.local_rank, 0, (local_world, self.local_world_size))
-        _check("MASTER_PORT", self.master_port, 1, ("the ports", 65536))
+        _check("MASTER_PORT", self.master_port, 1, ("the ports", PORTS))
 
     @property
     def one_host(self) -> bool:

@@ -7,6 +7,7 @@ import datetime
 import itertools
 import logging
 import time
+import weakref
 from typing import Literal, cast, get_args
 
 import torch
@@ -58,7 +59,8 @@ class Mesh:
         self.timeout_s = timeout_s
         self._owns_world = owns_world
         self._groups: list[dist.ProcessGroup] = []
-        self._open: list[Collectives] = []
+        self._open: weakref.WeakSet[Collectives] = weakref.WeakSet()
+        self._unused: set[dist.ProcessGroup] = set()
         self._clock: WaitClock | None = None
         several = self.world_size > 1
         self._watch = Watchdog(self.rank, self.world_size, number=next(_made)) if several else None
@@ -74,7 +76,8 @@ class Mesh:
     ) -> dist.ProcessGroup | None:
         """A group of all ranks, say for one collection's exchange; None for one rank alone.
 
-        Every rank calls this, with the same names in the same order. The mesh ends the group.
+        Every rank calls this, with the same names in the same order. The mesh ends the group, or
+        `end_with` says when.
 
         Args:
             name: what the group is for, in logs and in torch's messages.
@@ -126,10 +129,14 @@ class Mesh:
             made = self._over(carrier, name, device, timeout_s, given=path != "auto")
         if timed and self.world_size > 1:
             made.clock = self._clock
-        self._open.append(made)
+        self._open.add(made)
         if self.rank == 0:
             _log.info("collectives %r: %s on %s", name, carrier, device.type)
         return made
+
+    def end_with(self, owner: object, group: dist.ProcessGroup) -> None:
+        """End a group whose owner is gone on every rank, when these make another one."""
+        weakref.finalize(owner, self._unused.add, group).atexit = False
 
     def watched(self, name: str) -> Calls:
         """Where calls of a group are noted, so that ranks in different calls do not wait for a
@@ -156,7 +163,7 @@ class Mesh:
             made.close()
         if self._watch is not None:
             self._watch.close()
-        self._open.clear()
+        self._unused.clear()
         groups, self._groups = self._groups, []
         if self._owns_world:
             dist.destroy_process_group()  # with every group of it
@@ -196,13 +203,12 @@ class Mesh:
                     raise
                 _log.warning("collectives %r go over Gloo: %s", name, error)
         group = self._make_group(name, timeout_s, device)
-        # The end of an NCCL group may wait for the other ranks; the mesh ends those.
-        release = self._end_group if device.type == "cpu" else None
         sizes = None
         if device.type == "cpu":
             sizes = self._make_group(f"{name}: sizes", timeout_s, device)
+        release, watched = self._unused.update, self.watched(name)
         return TorchCollectives(
-            group, device, timeout_s, release=release, watched=self.watched(name), sizes_group=sizes
+            group, device, timeout_s, release=release, watched=watched, sizes_group=sizes
         )
 
     def _over_mpi(self, name: str, timeout_s: float) -> Collectives:
@@ -250,6 +256,11 @@ class Mesh:
     def _require_same(self, what: str, wanted: object) -> None:
         remedy = "Make groups and collectives in the same order on every rank."
         require_same(self.control, f"agreement on {what}", repr(wanted), remedy=remedy)
+        unused = {group.group_name: group for group in list(self._unused)}
+        of_ranks = self.control.gather_objects(set(unused), what="groups without an owner")
+        for group_name in sorted(set.intersection(*of_ranks)):
+            self._unused.remove(unused[group_name])
+            self._end_group(unused[group_name])
 
 
 def path_named(name: str) -> Path:

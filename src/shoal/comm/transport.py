@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal import errors
+from shoal.comm.launch_environment import PORTS
 from shoal.comm.unread import UnreadLimit
 from shoal.errors import ConfigError, ServerLost, ShoalError
 
@@ -161,7 +162,7 @@ def _refused_token(what: str, got: str) -> ConfigError:
 def _check_port(address: str) -> None:
     """ZeroMQ takes a port modulo 65,536."""
     port = address.rpartition(":")[2]
-    if port.isdecimal() and int(port) >= 1 << 16:
+    if port.isdecimal() and int(port) >= PORTS:
         raise zmq.ZMQError(errno.EINVAL)
 
 
@@ -631,7 +632,7 @@ class Client:
         strange = self._failed_greetings[call.server] >= _GREETINGS
         call.future.set_exception(
             ServerLost(
-                f"call to server {call.server}",
+                f"call to server {call.server} at {self._addresses[call.server]}",
                 got=f"{got}; {_STRANGER}" if strange else got,
                 allowed="a reply",
                 remedy="Give all of them one token file."

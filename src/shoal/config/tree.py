@@ -295,6 +295,7 @@ ExpiryRule = Annotated[Expiry | None, _record(Expiry, "expiry")]
 SamplerRule = Annotated[SamplerSettings | None, _record(SamplerSettings, "data.sampler")]
 TreeRule = Annotated[TreeSettings | None, _record(TreeSettings, "data.tree")]
 Retrieval = Annotated[RetrievalSettings | None, _record(RetrievalSettings, "eval.retrieval")]
+TaskRule = Annotated[TaskSettings, _Built(lambda value: build_record(value, TaskSettings, "task"))]
 Features = Annotated[FeatureSet, _Built(_features, _dump_features), ShortFor("kind", each=True)]
 
 
@@ -728,7 +729,7 @@ class RunConfig(Section):
     tables: dict[str, TableSettings] = Field(default_factory=dict)
     features: dict[str, FeatureSettings] = Field(default_factory=dict)
     model: ModelRule = Field(default_factory=DeepFMSettings)
-    tasks: dict[str, TaskSettings] = Field(default_factory=dict)
+    tasks: dict[str, TaskRule] = Field(default_factory=dict)
     dense_optimizer: Annotated[DenseOptimizerSettings, ShortFor("kind")] = Field(
         default_factory=DenseOptimizerSettings
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from shoal.errors import DataError
+from shoal.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -44,6 +44,9 @@ class Quarantine:
         same_columns: a file whose columns differ from the first file's in name or type is bad.
         rank: what every rank finds alike, rank 0 writes; anything else, the rank that finds it.
 
+    Raises:
+        ConfigError: the path is a folder's.
+
     Attributes:
         rows, files: counts so far.
         rows_alike: of `rows`, those that every rank finds.
@@ -59,6 +62,9 @@ class Quarantine:
         rank: int = 0,
     ) -> None:
         path = Path(path)
+        if not path.name or path.is_dir():
+            what, remedy = "path of a quarantine", "Name a file: data.quarantine=bad.jsonl."
+            raise ConfigError(what, f"the folder {path}", "a file, to add lines to", remedy)
         self.path = path if rank == 0 else path.with_suffix(f".rank{rank}{path.suffix}")
         self.most_rows, self.most_files, self.same_columns = most_rows, most_files, same_columns
         self.rows = self.rows_alike = self.files = 0

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shoal.data.batch import Batch, TensorSource, checked_rows, join
+from shoal.data.columns import Rows, decoded, times
 from shoal.data.features import Recipe, encode, encode_times
 from shoal.data.quarantine import BadRow, Quarantine, sort_out
 from shoal.errors import DataError
@@ -231,8 +232,8 @@ class ParquetSource:
                 continue
             found = sort_out(table, read, self._quarantine.most_rows)
             self._check_number(at, found.bad)
-            for first, size, times in found.parts:
-                own_N[first : first + size] = times
+            for first, size, part_N in found.parts:
+                own_N[first : first + size] = part_N
         return times_N
 
     def take(self, rows_B: Tensor) -> Batch:
@@ -504,8 +505,14 @@ def _csv_examples(
         except pa.ArrowInvalid as error:
             what, remedy = f"text in row {number} of {path}", "Write the file as UTF-8."
             raise DataError(what, got=str(error), allowed="UTF-8", remedy=remedy) from error
-        return encode(readable, recipe, str(path), first_row=number, spelled=True)
+        made = encode(readable, recipe, str(path), first_row=number, spelled=True)
+        if recipe.time is not None and part.num_rows:  # spelled as in the first good row
+            own = pa.concat_arrays([*first_time, decoded(readable.column(recipe.time))])
+            times(own, recipe.time, Rows(str(path), number - len(first_time), spelled=True))
+            first_time[:] = [own[:1]]
+        return made
 
+    first_time: list[pa.Array] = []
     examples, _, bad = _good_rows(table, make, quarantine)
     for n, one in sorted({**uneven, **{rows[at]: own for at, own in bad.items()}}.items()):
         quarantine.row(path, starts[n], one, size=lines[n], alike=True)

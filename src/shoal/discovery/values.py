@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from shoal.comm.launch_environment import PORTS
 from shoal.errors import ConfigError
 
 MOST_INDEX = 1 << 20
@@ -15,7 +16,7 @@ _ADDRESS = re.compile(r"(?:[0-9A-Za-z_.-]{1,255}|\[[0-9A-Fa-f:.%a-z]{2,60}\]):([
 def is_address(text: str) -> bool:
     """Whether it is HOST:PORT, with IPv6 in brackets."""
     found = _ADDRESS.fullmatch(text)
-    return found is not None and 0 < int(found[1]) < 1 << 16
+    return found is not None and 0 < int(found[1]) < PORTS
 
 
 def check_address(text: object, what: str = "address of a process") -> str:
@@ -29,7 +30,7 @@ def check_address(text: object, what: str = "address of a process") -> str:
         raise ConfigError(
             what,
             got=repr(text)[:200],
-            allowed="HOST:PORT with a port of 1..65535, IPv6 in brackets",
+            allowed=f"HOST:PORT with a port of 1..{PORTS - 1}, IPv6 in brackets",
             remedy="Give the address that others reach it at.",
         )
     return bare

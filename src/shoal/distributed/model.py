@@ -26,7 +26,7 @@ from shoal.comm.mismatched_calls import Calls
 from shoal.compiling import Compile
 from shoal.distributed.batch_norm import resting
 from shoal.embedding.collection import EmbeddingCollection
-from shoal.errors import CollectiveFailed, ConfigError, DeviceUnavailable, unknown_name
+from shoal.errors import CollectiveFailed, ConfigError, DeviceUnavailable, of_kind, unknown_name
 from shoal.exchange.all_to_all import AllToAllExchange, GradReduce
 from shoal.exchange.wire import Wire
 from shoal.placement import Placement
@@ -108,8 +108,9 @@ def placed(
                 remedy="Plan again for this job, or name sharding types only.",
             )
         return placing
+    kinds = of_kind("placement", placing or {}, Mapping)
     return plan_placement(
-        tuple(named.values()), world_size, kinds=placing, local_world_size=local_world_size
+        tuple(named.values()), world_size, kinds=kinds, local_world_size=local_world_size
     )
 
 
@@ -262,8 +263,8 @@ class DistributedModelParallel(nn.Module):
         super().__init__()
         if dense not in get_args(DenseWrapper):
             raise unknown_name("dense wrapper", dense, get_args(DenseWrapper))
-        self.module = module
-        self.mesh = init() if mesh is None else mesh
+        self.module: nn.Module = of_kind("module", module, nn.Module)
+        self.mesh: Mesh = init() if mesh is None else of_kind("mesh", mesh, Mesh)
         keeping = ["dense=fsdp2"] if dense == "fsdp2" else []
         together(
             self.mesh.control,
@@ -443,11 +444,13 @@ class DistributedModelParallel(nn.Module):
         else:
             # Not a submodule: names of parameters and of saved state are the module's own.
             group = self.mesh.new_group("dense")
+            assert group is not None, "of several ranks"
             self._dense = self.mesh.watched("dense part")
             wrapped = DistributedDataParallel(
                 self.module, process_group=group, gradient_as_bucket_view=True
             )
-            if group is not None and self.mesh.backend == "gloo":
+            self.mesh.end_with(wrapped, group)
+            if self.mesh.backend == "gloo":
                 mesh = self.mesh
                 owner = TorchCollectives(group, mesh.device, mesh.timeout_s, watched=self._dense)
                 # Errors name the step of the last lookup or the last control call.

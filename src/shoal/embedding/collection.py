@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal import errors
 from shoal.comm.collectives import Collectives
 from shoal.embedding.gradients import GradientLedger
 from shoal.embedding.layouts import Feature, Layout, compile_layouts, default_layouts
@@ -246,13 +247,16 @@ class EmbeddingCollection(nn.Module):
         init_on_lookup: bool = True,
     ) -> None:
         super().__init__()
-        self._tables = _named(tables)
-        self.features = tuple(features)
-        self.layouts = default_layouts(self.features) if layouts is None else tuple(layouts)
+        self._tables = _named(errors.all_of_kind("tables of a collection", tables, TableSpec))
+        self.features = errors.all_of_kind("features of a collection", features, Feature)
+        layouts = default_layouts(self.features) if layouts is None else layouts
+        self.layouts = errors.all_of_kind("layouts of a collection", layouts, Layout)
         self.init_on_lookup = init_on_lookup
         self._compiled = compile_layouts(self._tables, self.features, self.layouts)
         if shard is None:
-            shard = make_shard(tuple(tables), seed=seed, device=device, host_rows=host_rows)
+            shard = make_shard(
+                tuple(self._tables.values()), seed=seed, device=device, host_rows=host_rows
+            )
         self._house(shard)
 
     def _house(self, shard: Shard) -> None:
@@ -310,9 +314,7 @@ class EmbeddingCollection(nn.Module):
         if self.ledger.is_claimed:
             remedy = "Distribute the model first, then make its SparseOptimizer."
             got = "a SparseOptimizer over them"
-            raise ConfigError(
-                "collection to distribute", got=got, allowed="none yet", remedy=remedy
-            )
+            raise ConfigError("collection to distribute", got, "none yet", remedy)
         if collectives is None and isinstance(exchange, AllToAllExchange):
             ranks = exchange.collectives.world_size
             if ranks > 1:
@@ -494,12 +496,10 @@ class EmbeddingCollection(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         if self.distributed:
-            raise ConfigError(
-                "copy of an EmbeddingCollection",
-                got="pickle or deepcopy of tables that are spread over ranks",
-                allowed="a collection in one process",
-                remedy="Copy it before it is distributed, or save a checkpoint and load it.",
-            )
+            got = "pickle or deepcopy of tables that are spread over ranks"
+            remedy = "Copy it before it is distributed, or save a checkpoint and load it."
+            what = "copy of an EmbeddingCollection"
+            raise ConfigError(what, got, "a collection in one process", remedy)
         state = dict(self.__dict__)
         for name in ("_exchange", "ledger", "_requests", "_begun", "_anchor", "_dtypes"):
             del state[name]
@@ -515,7 +515,5 @@ def _named(tables: Sequence[TableSpec]) -> dict[str, TableSpec]:
     if len(named) != len(tables) or not named:
         got = [spec.name for spec in tables]
         remedy = "Give each table a name of its own; features may share a table."
-        raise ConfigError(
-            "table names", got=got, allowed="distinct names, at least one", remedy=remedy
-        )
+        raise ConfigError("table names", got, "distinct names, at least one", remedy)
     return named

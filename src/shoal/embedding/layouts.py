@@ -115,7 +115,7 @@ class Feature(Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class LayoutSlice:
+class LayoutSlice(Checked):
     """Columns of a feature: one segment of its table, or with None the whole row."""
 
     feature: str
@@ -123,7 +123,7 @@ class LayoutSlice:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(Checked):
     """One model input, or with "none" one per slice.
 
     D is a slice's width, L the length of `FirstN` features:
@@ -155,6 +155,7 @@ class Layout:
             raise unknown_name(f"kind of layout {self.name!r}", self.kind, KINDS, remedy=remedy)
         if not self.slices:
             raise ConfigError(f"slices of layout {self.name!r}", "none", "one or more", "Name one.")
+        Checked.__post_init__(self)
 
 
 @dataclass(frozen=True, eq=False)

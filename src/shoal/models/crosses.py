@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, all_of_kind
 from shoal.models.mlp import MLP, Deep, Inputs, Widths, in_autocast
 
 LowRank = int | tuple[int, int] | None
@@ -299,6 +299,6 @@ def _weights(layers: int, experts: int, rows: int, columns: int) -> nn.Parameter
 
 
 def _require_positive(what: str, values: tuple[int, ...]) -> None:
-    if min(values) < 1:
+    if min(all_of_kind(what, values, int)) < 1:
         remedy = "Leave crosses out by using an MLP alone."
         raise ConfigError(what, got=values, allowed="1 or more each", remedy=remedy)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import ConfigError, ShapeError, unknown_name
+from shoal.errors import ConfigError, ShapeError, all_of_kind, unknown_name
 from shoal.models.tasks import Objective, Pointwise, Task
 
 BIAS = "bias"
@@ -172,6 +172,8 @@ class MLP(nn.Sequential):
         dropout: float = 0.0,
         batch_norm: bool = False,
     ) -> None:
+        hidden = all_of_kind("hidden of an MLP", hidden, int)
+        all_of_kind("sizes of an MLP", (in_features, out_features, dropout), int, float)
         if min((in_features, *hidden)) < 1 or out_features < 0 or not 0 <= dropout < 1:
             raise ConfigError(
                 "(in_features, hidden, out_features, dropout) of an MLP",

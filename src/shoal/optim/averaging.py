@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, of_kind
 
 __all__ = ["ParameterAverage"]
 
@@ -25,7 +25,7 @@ class ParameterAverage:
 
     def __init__(self, module: nn.Module, decay: float = 0.999) -> None:
         self.decay = decay
-        self._live = dict(module.named_parameters())
+        self._live = dict(of_kind("module", module, nn.Module).named_parameters())
         self._mean = {name: p.detach().clone() for name, p in self._live.items()}
 
     @torch.no_grad()

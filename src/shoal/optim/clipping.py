@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.embedding.gradients import GradientLedger
+from shoal.errors import all_of_kind
 from shoal.optim.sparse import SparseOptimizer, TableGradient, shared, summed, worst
 from shoal.uncompiled import uncompiled
 
@@ -44,8 +45,10 @@ def clip_grad_norm_(
         RuntimeError: the norm is not finite and error_if_nonfinite is set.
         ConfigError: the gradients of each sender are applied on their own (per_sender_steps).
     """
-    dense = [dense_params] if isinstance(dense_params, Tensor) else list(dense_params)
-    members = [sparse] if isinstance(sparse, SparseOptimizer) else list(sparse)
+    dense = [dense_params] if isinstance(dense_params, Tensor) else dense_params
+    dense = all_of_kind("dense_params", dense, Tensor)
+    members = [sparse] if isinstance(sparse, SparseOptimizer) else sparse
+    members = all_of_kind("sparse", members, SparseOptimizer)
     # An empty sum has no largest element, which the infinity norm would ask for.
     tables = [
         proxy

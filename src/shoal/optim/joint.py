@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shoal.errors import CheckpointError, ConfigError
+from shoal.errors import CheckpointError, ConfigError, all_of_kind
 from shoal.optim.sparse import SparseOptimizer, evaluated, not_copied
 from shoal.uncompiled import uncompiled
 
@@ -28,17 +28,15 @@ class JointOptimizer(torch.optim.Optimizer):
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
-        groups = [group for member in optimizers for group in member.param_groups]
+        own = all_of_kind("optimizers of a JointOptimizer", optimizers, torch.optim.Optimizer)
+        groups = [group for member in own for group in member.param_groups]
         params = [param for group in groups for param in group["params"]]
         if not params or len({id(param) for param in params}) != len(params):
-            raise ConfigError(
-                "members of a JointOptimizer",
-                got="a parameter twice" if params else "no parameters",
-                allowed="optimizers of distinct parameters",
-                remedy="Give each parameter to one optimizer.",
-            )
+            got, remedy = "a parameter twice" if params else "no parameters", "Give each to one."
+            allowed = "optimizers of distinct parameters"
+            raise ConfigError("members of a JointOptimizer", got, allowed, remedy)
         super().__init__([{"params": params}], {})
-        self.optimizers = tuple(optimizers)
+        self.optimizers = own
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -56,12 +54,8 @@ class JointOptimizer(torch.optim.Optimizer):
             ConfigError: always, once made.
         """
         if self.optimizers:
-            raise ConfigError(
-                "param group of a JointOptimizer",
-                got="one to add",
-                allowed="groups of its members",
-                remedy="Add it to the member that is to step it.",
-            )
+            what, remedy = "param group of a JointOptimizer", "Add it to the member that steps it."
+            raise ConfigError(what, "one to add", "groups of its members", remedy)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -106,11 +100,8 @@ class JointOptimizer(torch.optim.Optimizer):
         """
         states = state_dict.get("optimizers", ())
         if len(states) != len(self.optimizers):
-            raise CheckpointError(
-                "state of a JointOptimizer",
-                got=f"{len(states)} states",
-                allowed=f"{len(self.optimizers)}, one per optimizer",
-                remedy="Load what JointOptimizer.state_dict() returned.",
-            )
+            got, allowed = f"{len(states)} states", f"{len(self.optimizers)}, one per optimizer"
+            remedy = "Load what JointOptimizer.state_dict() returned."
+            raise CheckpointError("state of a JointOptimizer", got, allowed, remedy)
         for member, state in zip(self.optimizers, states, strict=True):
             member.load_state_dict(state)

@@ -11,6 +11,7 @@ import torch
 import torch.optim.optimizer as hooks
 from torch import Tensor, nn
 
+from shoal import errors
 from shoal.comm.collectives import Collectives
 from shoal.comm.consensus import flagged, reduced
 from shoal.embedding.collection import EmbeddingCollection
@@ -283,17 +284,13 @@ RateKey = str | tuple[str, str]
 
 def find_collections(modules: Iterable[nn.Module]) -> list[EmbeddingCollection]:
     found: dict[int, EmbeddingCollection] = {}
-    for module in modules:
+    for module in errors.all_of_kind("modules of a SparseOptimizer", modules, nn.Module):
         for part in module.modules():
             if isinstance(part, EmbeddingCollection):
                 found[id(part)] = part
     if not found:
-        raise ConfigError(
-            "modules of a SparseOptimizer",
-            got="no EmbeddingCollection",
-            allowed="modules with one or more",
-            remedy="Pass the model that holds the collection.",
-        )
+        what, remedy = "modules of a SparseOptimizer", "Pass the model that holds the collection."
+        raise ConfigError(what, "no EmbeddingCollection", "modules with one or more", remedy)
     return list(found.values())
 
 
@@ -303,12 +300,9 @@ def share_accumulators(collections: Sequence[EmbeddingCollection]) -> tuple[Grad
     for collection in collections:
         ledger = accumulators.setdefault(id(collection.shard), collection.ledger)
         if ledger.inserts != collection.init_on_lookup:
-            raise ConfigError(
-                "init_on_lookup of collections on one shard",
-                got="True and False",
-                allowed="one mode",
-                remedy="Build both with the same init_on_lookup.",
-            )
+            what = "init_on_lookup of collections on one shard"
+            remedy = "Build both with the same init_on_lookup."
+            raise ConfigError(what, "True and False", "one mode", remedy)
         if ledger is not collection.ledger:
             ledger.take_over(collection.ledger)
             collection.ledger = ledger
@@ -329,12 +323,9 @@ def bind_rates(
         if not found:
             raise unknown_name("table in rates", name, [table for _, table in own])
         if len(found) > 1:
-            raise ConfigError(
-                f"rate of table {name!r}",
-                got=f"a name that {len(found)} shards have",
-                allowed="a name of one table",
-                remedy="Use one SparseOptimizer per module, or rename a table.",
-            )
+            what, got = f"rate of table {name!r}", f"a name that {len(found)} shards have"
+            remedy = "Use one SparseOptimizer per module, or rename a table."
+            raise ConfigError(what, got, "a name of one table", remedy)
         (segments,) = found
         if segment is not None and segment not in segments:
             raise unknown_name(f"segment of table {name!r} in rates", segment, segments)
@@ -457,6 +448,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     ) -> None:
         if nan_policy not in NAN_POLICIES:
             raise unknown_name("nan_policy", nan_policy, NAN_POLICIES)
+        rates = errors.of_kind("rates of tables", {} if rates is None else rates, Mapping)
         collections = find_collections([modules] if isinstance(modules, nn.Module) else modules)
         self.accumulators = share_accumulators(collections)
         self._nan_policy: NanPolicy = nan_policy
@@ -473,7 +465,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             if id(ledger.shard) in spread or (id(ledger.shard), spec.name) in used
         )
         self._flag = None if shared(self.accumulators) is None else FiniteFlag(self.accumulators)
-        self._rates = group_rates(collections, self.proxies, rates or {})
+        self._rates = group_rates(collections, self.proxies, rates)
         self._groups = [group for groups in self._rates.values() for group in groups]
         self._scheduled = [group for group in self._groups if not group.is_number]
         if self._flag is not None:
@@ -618,7 +610,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: not what `state_dict` returns.
         """
-        step = state_dict.get("global_step")
+        state = errors.of_kind("state of a SparseOptimizer", state_dict, Mapping)
+        step = state.get("global_step")
         known = {"global_step"} <= set(state_dict) <= {"global_step", "param_groups"}
         if not known or type(step) is not int or not 0 <= step < 1 << 63:
             raise CheckpointError(

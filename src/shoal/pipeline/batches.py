@@ -171,6 +171,10 @@ class Reading:
     fetched: torch.cuda.Event | None = None
 
 
+# By iterator: a thread that was told to end may still be in one that another goes on with.
+_TURNS: weakref.WeakValueDictionary[int, threading.Lock] = weakref.WeakValueDictionary()
+
+
 class Prefetcher:
     """Reads one iterator in a thread of its own, in the order asked.
 
@@ -190,13 +194,13 @@ class Prefetcher:
     ) -> None:
         self._asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Reading] = queue.SimpleQueue()
-        stopped = threading.Event()
+        stopped, turn = threading.Event(), _TURNS.setdefault(id(source), threading.Lock())
         # Ends the thread, after the batch it is reading; a second call does nothing. The thread
         # holds no reference to this object, so that dropping it ends the thread, too.
         self.close = weakref.finalize(self, _stop, stopped, self._asked)
         self.thread = threading.Thread(
             target=_read_ahead,
-            args=(partial(_read, source, device, weigh, held_for), device),
+            args=(partial(_read, source, turn, device, weigh, held_for), device),
             kwargs={"asked": self._asked, "answers": self._answers, "stopped": stopped},
             name="shoal-loader",
             daemon=True,
@@ -240,6 +244,7 @@ def _read_ahead(
 
 def _read(
     source: Iterator[Any],
+    turn: threading.Lock,
     device: torch.device,
     weigh: Callable[[Any], float],
     held_for: tuple[torch.cuda.Stream, ...],
@@ -247,7 +252,8 @@ def _read(
     index: int,
 ) -> Reading:
     try:
-        batch = next(source)
+        with turn:
+            batch = next(source)
     except StopIteration:
         return Reading(index, False)
     except BaseException as error:  # noqa: BLE001 - raised where the batch is needed

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shoal.distributed.batch_norm import resting
 from shoal.embedding.collection import EmbeddingCollection
-from shoal.errors import ConfigError, ShapeError
+from shoal.errors import ConfigError, ShapeError, of_kind
 from shoal.pipeline.batches import detached, event_time_of, ids_of, weight_of
 from shoal.ragged import KeyedRagged
 from shoal.table.shard import Shard
@@ -65,7 +65,7 @@ class Stages:
         self._collections = {
             # As in the model itself, however it is wrapped.
             name.removeprefix("module."): part
-            for name, part in self.model.named_modules()
+            for name, part in of_kind("model", self.model, nn.Module).named_modules()
             if isinstance(part, EmbeddingCollection) and self.optimizer is not None
         }
         self._total: Tensor | None = None

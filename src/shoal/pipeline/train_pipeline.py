@@ -26,7 +26,7 @@ from torch import nn
 from shoal.comm.collectives import Collectives, LocalCollectives
 from shoal.comm.consensus import require_same
 from shoal.embedding.collection import EmbeddingCollection
-from shoal.errors import ConfigError, InputError
+from shoal.errors import ConfigError, InputError, of_kind
 from shoal.pipeline import batches
 from shoal.pipeline.executor import Executor, Round
 from shoal.pipeline.scheduler import Settings
@@ -317,7 +317,7 @@ def create_train_pipeline(
     )
     stages = Stages(
         model,
-        optimizer,
+        of_kind("optimizer", optimizer, torch.optim.Optimizer),
         loss_of=loss_of,
         scaler=scaler,
         ids_of=ids_of,

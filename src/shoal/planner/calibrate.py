@@ -99,12 +99,11 @@ def best(run: Callable[[], object], device: torch.device, repeats: int) -> float
     return max(min(seconds[1:]), _LEAST_S)
 
 
-def cached(folder: Path, topology: Topology) -> Path:
-    """Write measured speeds where the same machine finds them; the path says on which."""
+def measured_file(folder: Path, topology: Topology) -> tuple[Path, str]:
+    """The file, and its text, where the same machine finds measured speeds."""
     fingerprint = fingerprint_of(topology.device, topology.local_size)
     path = folder / f"topology-{topology.nodes}x{topology.local_size}-{topology.device}.json"
-    path.write_text(measured_text(topology, fingerprint))
-    return path
+    return path, measured_text(topology, fingerprint)
 
 
 def lines_of(rates: Rates) -> list[str]:

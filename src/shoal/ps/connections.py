@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import math
 import random
 import threading
@@ -24,6 +25,7 @@ from shoal.table.spec import TableSpec
 Reply = tuple[bytes, Frames]
 Asked = tuple[Head, Sequence[Any]]
 
+_log = logging.getLogger("shoal.ps")
 _LONGEST_PAUSE_S = 10.0
 _GOODBYE_S = 1.0
 
@@ -284,6 +286,8 @@ class Servers:
             if not lost:
                 break
             self.staleness.repeated += len(lost)
+            what = "no reply of servers %s, which have the rows: asking again, %d of %d"
+            _log.warning(what, lost, repeat + 1, patience.repeats)
             time.sleep(random.uniform(0.5, 1) * patience.pause_of(repeat))
             until_s = time.monotonic() + patience.reply_s
             for server in lost:

@@ -13,6 +13,7 @@ from shoal.errors import ConfigError, ServerLost
 _log = logging.getLogger(__name__)
 
 ROLE = "ps"
+MOST_SERVERS = 4096
 _EVERYWHERE = ("0.0.0.0", "*", "[::]")
 _AGAIN_S = 2.0  # how often a server that stands by tries without a change
 
@@ -72,8 +73,8 @@ class IndexLease:
     """
 
     def __init__(self, discovery: Discovery | None, of: int, ended: threading.Event) -> None:
-        if of < 1:
-            raise ConfigError("number of servers", of, "1 or more", "Set --of.")
+        if not 1 <= of <= MOST_SERVERS:
+            raise ConfigError("number of servers", of, f"1..{MOST_SERVERS}", "Set --of.")
         self._of, self._ended = of, ended
         self._changed = threading.Event()
         self._place: tuple[int, str] | None = None

@@ -8,6 +8,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from shoal.errors import all_of_kind
 from shoal.ids import BITS, FidLayout, max_slot, slot_of
 from shoal.rules.rule import Allowed, Checked, check, whole
 
@@ -68,7 +69,7 @@ class SlotRule(Checked):
 
     def __post_init__(self) -> None:
         Checked.__post_init__(self)
-        for slot, value in self.per_slot:
+        for slot, value in all_of_kind("per_slot", self.per_slot, tuple, list):
             check(self, "slot in per_slot", slot, whole(0, max_slot(self.fid_layout)))
             check(self, f"per_slot value of slot {slot}", value, whole(0))
         slots = [slot for slot, _ in self.per_slot]

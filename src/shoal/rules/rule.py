@@ -122,7 +122,7 @@ def _fields(cls: type) -> tuple[tuple[str, Allowed], ...]:
             found.append((name, Allowed(", ".join(map(repr, words)), fits, "Name one of them.")))
         found += [(name, one) for one in words if isinstance(one, Allowed)]
         kinds = [one for one in words or (hint,) if isinstance(one, type)]
-        if any(issubclass(one, Checked) for one in kinds):
+        if any(issubclass(one, Checked | str | bool) for one in kinds):
             found.append((name, _instances(tuple(kinds), typing.get_origin(hint) is tuple)))
     return tuple(found)
 
@@ -136,6 +136,8 @@ def _instances(kinds: tuple[type, ...], several: bool) -> Allowed:
             return isinstance(value, tuple | list) and all(isinstance(v, kinds) for v in value)
         return isinstance(value, kinds)
 
+    if kinds[0] in (str, bool):
+        return Allowed(f"a tuple of {words}" if several else words, fits)
     remedy = "Pass an object, not a class, a name or a number."
     return Allowed(f"a tuple of {words}" if several else f"an object of {words}", fits, remedy)
 

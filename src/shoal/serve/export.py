@@ -46,6 +46,10 @@ RowDType = Literal["float32", "float16"]
 EXPORT, PROGRAM, STATE = "export.json", "dense.pt2", "dense.pt"
 _VERSION = re.compile(r"0|[1-9][0-9]{0,17}")
 _PARTIAL, _REMOVED = ".partial-", ".removed-"
+WITH_SERVERS = (
+    "Let the servers publish (publish.address of shoal ps), follow them with shoal serve CONFIG "
+    "--follow ADDRESS --role ps, and serve the dense module with --role entry --ps HOST:PORT."
+)
 _COMPARED = (1, 2, 7)  # batch sizes
 
 
@@ -162,6 +166,7 @@ def export(
             remedy="Choose another folder, or make space.",
         ) from error
     finally:
+        _remove_leftovers(base)
         held.release(keep=False)
     return path
 
@@ -304,14 +309,13 @@ def _check(config: RunConfig, mode: Mode, shards: int, version: int | None, keep
             mode != "dense" and config.distributed.path == "ps",
             "mode of a run on parameter servers",
             mode,
-            "dense: its servers save the rows",
+            "dense: its servers have the rows",
         ),
     )
     for wrong, what, got, allowed in problems:
         if wrong:
-            raise ConfigError(
-                what, got=got, allowed=allowed, remedy="Choose other options of shoal export."
-            )
+            remedy = WITH_SERVERS if got is mode else "Choose other options of shoal export."
+            raise ConfigError(what, got, allowed, remedy)
 
 
 def _made_of(one: ExportedVersion) -> tuple[object, ...]:
@@ -326,10 +330,10 @@ def _remove(path: Path) -> None:
 
 
 def _remove_leftovers(base: Path) -> None:
-    """What processes that died left."""
+    """What exports that failed left."""
     for prefix in (_PARTIAL, _REMOVED):
         for one in base.glob(f"{prefix}*"):
-            shutil.rmtree(one)
+            shutil.rmtree(one, ignore_errors=True)
 
 
 def _sync(folder: Path) -> None:

@@ -24,7 +24,7 @@ from shoal.ps.server import spread_over
 from shoal.serve.bundle import SIGNATURE, open_bundle
 from shoal.serve.client import ReplicaSet, check_shares, find_in
 from shoal.serve.compiled import Compiler, cache_folder
-from shoal.serve.export import EXPORT
+from shoal.serve.export import EXPORT, WITH_SERVERS
 from shoal.serve.model import DenseModel, LookupModel, Model, PredictModel
 from shoal.serve.rows import PooledRows, of_shard, of_shares
 from shoal.serve.signature import ExampleReader, dense_inputs
@@ -295,6 +295,9 @@ def load_rows(
     url: str, config: RunConfig, specs: Sequence[TableSpec], index: int = 0, of: int = 1
 ) -> CpuShard:
     """Rows of a run's model, or a share of them, without optimizer state."""
+    if config.distributed.path == "ps":
+        what, got = "rows to serve", "the folder of a run on parameter servers, which have its rows"
+        raise ConfigError(what, got, "--role entry or --role dense", WITH_SERVERS)
     shard = CpuShard(specs)
     tables = HostedTables(tuple(specs), shard, spread_over(specs, of))
     load_share([url], tables, index, collection=config.model.kind, state=False)

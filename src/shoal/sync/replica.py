@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint import Manifest, read_manifest
+from shoal.checkpoint.loading_rows import does_not_fit, unfit
 from shoal.comm.transport import Client, Frames, Reply, Secret
 from shoal.errors import CheckpointError, ConfigError, DataError, ServerLost
 from shoal.placement import BUCKETS, Placement, hash_ids, owners
@@ -440,6 +441,8 @@ class Replica:
             return page.table, page.ids
         spec, chunk = self.specs[page.table], page.chunk
         weights, state = stored(spec, chunk.weights), chunk.state.to(real_dtype(spec))
+        if lost := unfit(chunk.weights, weights):
+            raise does_not_fit({spec.name: lost})
         self.shard.load(page.table, replace(chunk, weights=weights, state=state))
         source.rate.add(len(chunk.ids))
         return page.table, chunk.ids

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.address import address, group_addresses
-from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, unknown_name
+from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, all_of_kind, unknown_name
 from shoal.ids import salt
 from shoal.lookup import POOLINGS, PoolPlan, check_sums
 from shoal.table import shard
@@ -36,14 +36,10 @@ def seed(value: object) -> None:
 
 def distinct_names(specs: Sequence[TableSpec]) -> None:
     """Check that names of tables differ. A rank may have none: fewer tables than ranks."""
-    names = [spec.name for spec in specs]
+    names = [spec.name for spec in all_of_kind("tables of a shard", specs, TableSpec)]
     if len(set(names)) != len(names):
-        raise ConfigError(
-            "tables of a shard",
-            got=names,
-            allowed="distinct names",
-            remedy="Merge equal tables or rename one.",
-        )
+        remedy = "Merge equal tables or rename one."
+        raise ConfigError("tables of a shard", names, "distinct names", remedy)
 
 
 def hosted_table(spec: TableSpec, hosted: Mapping[str, TableSpec]) -> None:
@@ -56,12 +52,8 @@ def hosted_table(spec: TableSpec, hosted: Mapping[str, TableSpec]) -> None:
     if spec.name not in hosted:
         raise unknown_name("table of the given shard", spec.name, hosted)
     if hosted[spec.name] != spec:
-        raise ConfigError(
-            f"spec of table {spec.name!r}",
-            got="another spec than the given shard's",
-            allowed="the same spec",
-            remedy="Take the specs from shard.specs.",
-        )
+        got, remedy = "another spec than the given shard's", "Take the specs from shard.specs."
+        raise ConfigError(f"spec of table {spec.name!r}", got, "the same spec", remedy)
 
 
 def expected_rows(rows: object) -> int:
@@ -89,12 +81,8 @@ def flat(
     if value.dtype is dtype and there and value.dim() == 1 and value.is_contiguous():
         return
     if value.dtype is not dtype or not there:
-        raise DTypeError(
-            what,
-            got=f"{value.dtype} on {value.device}",
-            allowed=f"{dtype} on {device}",
-            remedy=f"Convert with .to({str(device)!r}, {dtype}).",
-        )
+        remedy = f"Convert with .to({str(device)!r}, {dtype})."
+        raise DTypeError(what, f"{value.dtype} on {value.device}", f"{dtype} on {device}", remedy)
     raise ShapeError(
         what,
         got=f"shape {tuple(value.shape)}, contiguous={value.is_contiguous()}",
@@ -146,12 +134,8 @@ def one_per_id(counts_N: Tensor | None, n: int, device: torch.device = _CPU) -> 
         return
     flat("counts", counts_N, device)
     if counts_N.numel() != n:
-        raise ShapeError(
-            "counts",
-            got=counts_N.numel(),
-            allowed=f"one per id, {n}",
-            remedy="Leave counts out when each position stands for one occurrence.",
-        )
+        remedy = "Leave counts out when each position stands for one occurrence."
+        raise ShapeError("counts", counts_N.numel(), f"one per id, {n}", remedy)
 
 
 def table_index(index: int, tables: int) -> None:
@@ -181,12 +165,8 @@ def _within(what: str, values_N: Tensor, high: int) -> None:
         return
     least, most = (int(edge) for edge in values_N.aminmax())
     if least < 0 or most > high:
-        raise InputError(
-            what,
-            got=least if least < 0 else most,
-            allowed=f"0..{high}",
-            remedy="Check where the numbers come from.",
-        )
+        remedy = "Check where the numbers come from."
+        raise InputError(what, least if least < 0 else most, f"0..{high}", remedy)
 
 
 def bags(
@@ -254,12 +234,8 @@ def plan(
 ) -> tuple[torch.dtype, ...]:
     """Check a pool plan against the tables of its groups; returns each output's dtype."""
     if len(value.pools) != len(tables):
-        raise ShapeError(
-            "pool plan",
-            got=f"{len(value.pools)} pools",
-            allowed=f"one per group, {len(tables)}",
-            remedy="Build the plan for the groups it is used with.",
-        )
+        got, remedy = f"{len(value.pools)} pools", "Build the plan for the groups it is used with."
+        raise ShapeError("pool plan", got, f"one per group, {len(tables)}", remedy)
     dtypes: dict[int, torch.dtype] = {}
     for pool, table in zip(value.pools, tables, strict=True):
         if pool.pooling not in POOLINGS:
@@ -299,28 +275,16 @@ def grads(
 ) -> list[Tensor]:
     """Check rows handed to a shard on a device; returns them contiguous."""
     if len(values) != len(shapes):
-        raise ShapeError(
-            "tensors of rows",
-            got=len(values),
-            allowed=len(shapes),
-            remedy="Give one tensor per group (or per output of the plan).",
-        )
+        remedy = "Give one tensor per group (or per output of the plan)."
+        raise ShapeError("tensors of rows", len(values), len(shapes), remedy)
     ready = []
     for value, (shape, dtype) in zip(values, shapes, strict=True):
         if value.shape != shape:
-            raise ShapeError(
-                "rows",
-                got=tuple(value.shape),
-                allowed=shape,
-                remedy="One row per id, as wide as its table (or output).",
-            )
+            remedy = "One row per id, as wide as its table (or output)."
+            raise ShapeError("rows", tuple(value.shape), shape, remedy)
         if value.dtype is not dtype or value.device != device:
-            raise DTypeError(
-                "rows",
-                got=f"{value.dtype} on {value.device}",
-                allowed=f"{dtype} on {device}",
-                remedy=f"Convert with .to({str(device)!r}, {dtype}).",
-            )
+            allowed, remedy = f"{dtype} on {device}", f"Convert with .to({str(device)!r}, {dtype})."
+            raise DTypeError("rows", f"{value.dtype} on {value.device}", allowed, remedy)
         value = value.detach() if value.requires_grad else value
         if value.is_neg() or not value.is_contiguous():
             value = value.resolve_neg().contiguous()
@@ -353,12 +317,8 @@ def rates(ctx: StepContext, specs: Sequence[TableSpec]) -> None:
         if name not in known:
             raise unknown_name("table in learning_rates", name, known)
         if len(row) != known[name]:
-            raise ShapeError(
-                f"learning rates of table {name!r}",
-                got=len(row),
-                allowed=f"one per segment, {known[name]}",
-                remedy="Order them as the spec's segments.",
-            )
+            what, remedy = f"learning rates of table {name!r}", "Order them as the spec's segments."
+            raise ShapeError(what, len(row), f"one per segment, {known[name]}", remedy)
     shard.finite_rates(ctx.learning_rates)
 
 
@@ -377,12 +337,8 @@ def chunk(
 ) -> tuple[Tensor, ...]:
     """Check rows to load; returns (ids, versions, seen, counts, weights, state), contiguous."""
     if value.table != spec.name:
-        raise InputError(
-            "table of rows to load",
-            got=repr(value.table),
-            allowed=repr(spec.name),
-            remedy="Load rows into their own table, or name the chunk after this one.",
-        )
+        remedy = "Load rows into their own table, or name the chunk after this one."
+        raise InputError("table of rows to load", repr(value.table), repr(spec.name), remedy)
     rows = value.ids.numel()
     expected = {
         "ids": (value.ids, (rows,), torch.int64),
@@ -411,10 +367,6 @@ def chunk(
     sorted_R = value.ids.sort().values
     twice_R = sorted_R[1:][sorted_R[1:] == sorted_R[:-1]]
     if twice_R.numel():
-        raise InputError(
-            f"ids of rows for table {spec.name!r}",
-            got=f"id {int(twice_R[0])} twice",
-            allowed="distinct ids",
-            remedy="Keep one row per id.",
-        )
+        got, remedy = f"id {int(twice_R[0])} twice", "Keep one row per id."
+        raise InputError(f"ids of rows for table {spec.name!r}", got, "distinct ids", remedy)
     return ready

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from shoal.errors import DTypeError, InputError
+from shoal.errors import DTypeError, InputError, of_kind
 from shoal.lookup import PoolPlan
 from shoal.table.native import closed_snapshot
 from shoal.table.spec import TableSpec
@@ -382,7 +382,7 @@ def finite_rates(rates: Mapping[str, tuple[float, ...]]) -> None:
         DTypeError: not a number.
         InputError: NaN or infinity.
     """
-    for name, row in rates.items():
+    for name, row in of_kind("learning rates", rates, Mapping).items():
         for rate in row:
             _finite(f"learning rate of table {name!r}", rate, "finite numbers")
 

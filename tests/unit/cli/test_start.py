@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import subprocess
 import sys
 from datetime import datetime, timedelta, timezone
@@ -365,6 +366,27 @@ def test_init_asks_for_what_it_cannot_know(
     assert code == Exit.ERROR
     assert all(part in err for part in parts)
     assert not (tmp_path / "a.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["init a.yaml", "examples flights .", "plan profile-data good.yaml --batches 1 --out old"],
+)
+def test_a_full_disk_leaves_files_as_they_were(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "good.yaml").write_text("data: {source: {kind: synthetic, examples: 64}}\n")
+    (tmp_path / "old").write_text("what was here")
+    monkeypatch.chdir(tmp_path)
+    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        code, _, said = invoke(*command.split())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (code, "file to write: got" in said, "too large" in said) == (Exit.ERROR, True, True)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
 
 
 def test_init_keeps_files(tmp_path: Path) -> None:

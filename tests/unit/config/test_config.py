@@ -255,6 +255,8 @@ def test_default_table_spreads_over_named_ones():
         (["tables.default.bias.optimiser=x"], UnknownName, ["tables.default.bias.optimizer"]),
         (["tables.default.optimizer.kind=adagrab"], UnknownName, ["tables.default", "adagrad"]),
         (["tables.default.optimizer.lrr=1"], UnknownName, ["tables.default.optimizer", "lr"]),
+        (["tasks.x.label="], UnknownName, ["tasks.x: ", "'label'", "weight"]),
+        (["tasks.x="], ConfigError, ["tasks.x: ", "''", "settings of weight"]),
         (["data.source=flight"], UnknownName, ["data.source", "flights"]),
         (["model={kind: deepfn}"], UnknownName, ["model kind", "deepfm"]),
         (["data.batch_size=0"], ConfigError, ["data.batch_size", "got 0", "greater than 0"]),

@@ -22,7 +22,7 @@ from shoal.data import (
     split_by_time,
 )
 from shoal.data.quarantine import BadRow
-from shoal.errors import DataError
+from shoal.errors import ConfigError, DataError
 
 RECIPE = Recipe(
     ids=(IdFeature(name="u"), IdFeature(name="seen", is_list=True, max_length=2)),
@@ -290,6 +290,17 @@ def csv(path: Path, rows: list[bytes], header: bytes = b"u,seen,y,x,at") -> Path
     return path
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("path", [".", "", "/", "here"])
+def test_a_folder_is_no_quarantine(
+    path: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"path of a quarantine: got the folder .*bad\.jsonl"):
+        Quarantine(path, rank=rank)
+
+
 def test_bad_rows_of_csv(tmp_path: Path):
     rows = [
         b"1,5,0,0.5,7",
@@ -323,6 +334,25 @@ def test_bad_rows_of_csv(tmp_path: Path):
     assert len(CsvSource((path,), RECIPE, other)) == 3
     assert other.rows == 6
     assert not other.path.exists()  # rank 0 wrote what all ranks find
+
+
+SPELLED = {"seconds": "7", "plain": "1970-01-01 00:00:07", "offset": "1970-01-01 02:00:07+02:00"}
+
+
+@pytest.mark.parametrize("first", SPELLED)
+def test_times_of_a_csv_are_spelled_alike(first: str, tmp_path: Path):
+    rows = [b"1,5,0,word,8", *(b"%d,5,0,0.5,%s" % (n, SPELLED[first].encode()) for n in (2, 3))]
+    rows[2:2] = [b"9,5,0,0.5,%s" % SPELLED[kind].encode() for kind in SPELLED if kind != first]
+    path = csv(tmp_path / "rows.csv", rows)
+    quarantine = Quarantine(tmp_path / "bad.jsonl")
+    source = CsvSource((path,), RECIPE, quarantine)
+    assert source.times().tolist() == [7, 7]
+    assert source.take(torch.arange(2)).ids.to_lists()["u"] == [[2], [3]]
+    lines = {line["row"]: line["reason"] for line in lines_of(quarantine)}
+    assert sorted(lines) == [0, 2, 3]
+    for row in (2, 3):
+        assert f"column 'at' in row {row} of" in lines[row]
+        assert "with an offset in all or in none" in lines[row]
 
 
 @pytest.mark.parametrize(

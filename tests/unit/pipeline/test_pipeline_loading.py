@@ -80,6 +80,30 @@ def test_a_closed_loader_leaves_the_rest_of_its_source() -> None:
     assert read == [0]
 
 
+def test_a_source_that_a_closed_loader_is_still_in_is_waited_for() -> None:
+    first, go = threading.Event(), threading.Event()
+
+    def source() -> Iterator[torch.Tensor]:
+        for number in range(4):
+            if number == 0:
+                first.set()
+                assert go.wait(10)
+            yield torch.full((1,), float(number))
+
+    batches = source()
+    old = Prefetcher(batches, CPU, one)
+    old.ask(0)
+    assert first.wait(10)
+    old.close()
+    new = Prefetcher(batches, CPU, one)
+    new.ask(0)
+    new.ask(1)
+    new.thread.join(0.2)  # time to be in the source, too
+    go.set()
+    assert [answer(new).batch.item() for _ in range(2)] == [1.0, 2.0]
+    new.close()
+
+
 def test_what_is_on_a_device_is_not_pinned() -> None:
     there = {"dense": torch.empty(3, device="meta")}
     assert batches.pinned(there)["dense"] is there["dense"]

@@ -18,7 +18,7 @@ from shoal.distributed import timed_steps
 from shoal.placement import Placement, row_wise
 from shoal.planner import Topology, Workload, calibrate, make_plan, read_topology
 from shoal.planner.topology import ASSUMED
-from support.planning import table
+from support.planning import kept, table
 from support.ranks import run_ranks
 
 
@@ -28,7 +28,7 @@ def test_one_process(tmp_path: Path) -> None:
     assert found.device == "cpu" and found.world_size == 1
     assert found.rates.intra == ASSUMED["cpu"].intra  # one rank has no links
     assert min(found.rates.copy, found.rates.flops, found.rates.id_s) > 0
-    path = calibrate.cached(tmp_path, found)
+    path = kept(tmp_path, found)
     again = read_topology(path)
     assert again == found and "processor" in path.read_text()
     assert make_plan([table()], again, Workload(batch_size=8)).world_size == 1

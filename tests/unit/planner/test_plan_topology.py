@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import ConfigError, UnknownName
-from shoal.planner import calibrate
 from shoal.planner.topology import (
     ASSUMED,
     Topology,
@@ -27,6 +26,7 @@ from shoal.planner.topology import (
     show_bytes,
     show_seconds,
 )
+from support.planning import kept
 
 
 @pytest.mark.parametrize(
@@ -171,20 +171,20 @@ def test_speeds_that_this_machine_measured_are_used(cache: Path) -> None:
     assert any("assumed" in note for note in from_environment("cpu", cached=True).notes)
     fast = replace(ASSUMED["cpu"], copy=123e9)
     made = Topology(nodes=1, local_size=1, device="cpu", rates=fast)
-    calibrate.cached(cache, made)
+    kept(cache, made)
     found = from_environment("cpu", cached=True)
     assert found.rates == fast and "measured" in found.notes[0]
     assert from_environment("cpu").rates == ASSUMED["cpu"]
     # One rank's speeds of tables serve more ranks; those of more ranks go first.
     assert on_this_host(4, "cpu").rates == fast and on_this_host(4, "cpu").world_size == 4
     faster = replace(fast, copy=124e9)
-    calibrate.cached(cache, replace(made, local_size=4, rates=faster))
+    kept(cache, replace(made, local_size=4, rates=faster))
     assert on_this_host(4, "cpu").rates == faster and on_this_host(2, "cpu").rates == fast
 
 
 def test_speeds_of_one_rank_serve_several(cache: Path) -> None:
     alone = replace(ASSUMED["cpu"], copy=123e9, slice_s=7e-5)
-    file = calibrate.cached(cache, Topology(nodes=1, local_size=1, device="cpu", rates=alone))
+    file = kept(cache, Topology(nodes=1, local_size=1, device="cpu", rates=alone))
     named = cache / "cluster.yaml"
     named.write_text(f"measured: {file.name}\ndevices_per_node: 4\n")
     # One rank times slices as several ranks hold them; its links are those assumed.
@@ -197,7 +197,7 @@ def test_a_pinned_rank_finds_what_its_machine_measured(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fast = replace(ASSUMED["cpu"], copy=123e9)
-    calibrate.cached(cache, Topology(nodes=1, local_size=2, device="cpu", rates=fast))
+    kept(cache, Topology(nodes=1, local_size=2, device="cpu", rates=fast))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
     assert on_this_host(2, "cpu").rates == fast
 

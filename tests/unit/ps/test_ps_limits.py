@@ -562,7 +562,7 @@ def test_a_server_that_moved_wakes_who_waits_for_it() -> None:
         ("--save-every-s", "nan", "got nan; allowed: above 0"),
         ("--save-every-s", "inf", "got inf; allowed: above 0"),
         ("--threads", "0", "got 0; allowed: 1 or more"),
-        ("--of", "0", "got 0; allowed: 1 or more"),
+        ("--of", "0", "got 0; allowed: 1..4096"),
     ],
 )
 def test_a_server_that_could_not_work_does_not_start(

@@ -103,6 +103,12 @@ def test_an_index_that_cannot_be(index: int | None) -> None:
         IndexLease(None, 2, threading.Event()).take(index, refuse)
 
 
+@pytest.mark.parametrize("of", [0, 4097])
+def test_a_number_of_servers_that_cannot_be(of: int) -> None:
+    with pytest.raises(ConfigError, match=rf"number of servers: got {of}; allowed: 1\.\.4096"):
+        IndexLease(None, of, threading.Event())
+
+
 def test_without_a_discovery_the_index_is_as_given() -> None:
     with IndexLease(None, 2, threading.Event()) as one:
         assert one.take(1, refuse) == 1

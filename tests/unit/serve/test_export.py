@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -39,6 +40,7 @@ from support.served_models import serving_sources
 
 pytestmark = pytest.mark.slow  # torch.export takes seconds
 ROOT = Path(__file__).parents[3]
+SERVERS = "distributed.servers.addresses=[tcp://127.0.0.1:1]"
 CONFIG: dict[str, Any] = {
     "name": "tiny",
     "seed": 3,
@@ -237,7 +239,7 @@ def test_an_export_that_fails_leaves_no_version(
         patched.setattr(exporting, "save", full)
         with pytest.raises(CheckpointError, match="No space left"):
             export(run, tmp_path)
-    assert exporting.versions_of(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
     export(run, tmp_path)
     assert [one.name for one in tmp_path.iterdir()] == ["8"]
 
@@ -295,6 +297,19 @@ def test_options_that_do_not_go_together(
 ) -> None:
     with pytest.raises(ConfigError, match=what):
         export(run, tmp_path, *options)
+
+
+def test_rows_that_servers_have_are_said_to_be_there(run: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    settings = config.load(copy / "config.yaml", ["distributed.path=ps", SERVERS], environment={})
+    (copy / "config.yaml").write_text(config.to_yaml(settings))
+    words = "parameter servers.*Let the servers publish.*--role ps.*--role entry"
+    with pytest.raises(ConfigError, match=words):
+        export(copy, tmp_path / "versions")
+    for role in ("all", "ps"):
+        with pytest.raises(ConfigError, match=words):
+            FolderSource(copy, ServedShare(role=role)).load(8)
+    assert FolderSource(copy, ServedShare(role="dense")).load(8).name == "tiny:dense"
 
 
 def test_a_folder_that_is_no_bundle(tmp_path: Path) -> None:

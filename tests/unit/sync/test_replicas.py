@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -16,7 +17,7 @@ import torch
 
 from shoal import Segment, TableSpec
 from shoal.comm.transport import Server
-from shoal.errors import ConfigError, DataError, InputError
+from shoal.errors import CheckpointError, ConfigError, DataError, InputError
 from shoal.placement import (
     Placement,
     column_wise,
@@ -77,6 +78,29 @@ def test_rows_of_half_the_size() -> None:
             (ids, weights, *_), mine = exported([ranks[0].shard], SPECS[table].name), replica.shard
             found = mine.find(groups(table, ids.tolist()))
             assert torch.equal(found.weights[0], weights.half().to(found.weights[0].dtype))
+
+
+@pytest.mark.parametrize("source", ["publisher", "checkpoint"])
+def test_numbers_beyond_a_replicas_dtype_are_refused(source: str, tmp_path: Path) -> None:
+    (rank,) = trainers(1)
+    rank.shard.assign(groups(0, [1, 2]), [torch.tensor([[1.0] * 4, [7e4] * 4])], ctx=StepContext())
+    words = "got 4 that are too large for table '(model/)?user'"
+    if source == "checkpoint":
+        save(rank, tmp_path, 1)
+        options = {"checkpoint": str(tmp_path), "dtype": "float16"}
+        with pytest.raises(CheckpointError, match=words), Replica(SPECS, [], **options):
+            pass
+        return
+    with serving([rank]) as (publishers, addresses):
+        publishers[0].publish()
+        with following(addresses, dtype="float16") as replica:
+            ends = time.monotonic() + WAIT_S
+            while not (said := replica.status()[0].error):
+                assert time.monotonic() < ends, replica.status()
+                time.sleep(0.02)
+            assert re.search(words, said)
+            assert replica.status()[0].state == "LOADING"
+            assert not replica.find(groups(0, [1, 2])).found_N.any()
 
 
 def test_a_replica_that_was_away_for_long_takes_all_rows_again() -> None:

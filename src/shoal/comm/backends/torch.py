@@ -43,7 +43,7 @@ class TorchCollectives(Collectives):
         device: where tensors are.
         timeout_s: how long a collective may take, counted from its call. On CUDA it is counted
             where the host waits (sizes, barriers).
-        release: called once by `close`, with the group.
+        release: called once, with its groups, when it is closed or gone.
         watched: notes the calls; see `Watchdog`.
         sizes_group: sizes go over it; released like `group`. Gloo ends the process where messages
             of two sizes meet, so that those of ranks in different calls should not.
@@ -55,17 +55,17 @@ class TorchCollectives(Collectives):
         device: torch.device,
         timeout_s: float,
         *,
-        release: Callable[[dist.ProcessGroup], None] | None = None,
+        release: Callable[[set[dist.ProcessGroup]], None] = lambda _: None,
         watched: Calls | None = None,
         sizes_group: dist.ProcessGroup | None = None,
     ) -> None:
+        self._group: dist.ProcessGroup | None = group
+        self._sizes_group: dist.ProcessGroup | None = sizes_group or group
+        self._release = release
         device = torch.empty(0, device=device).device  # with its index
         super().__init__(
             dist.get_rank(group), dist.get_world_size(group), device, timeout_s, watched
         )
-        self._group: dist.ProcessGroup | None = group
-        self._sizes_group: dist.ProcessGroup | None = sizes_group or group
-        self._release = release
         # Sizes are copied to the host next to the caller's stream, which need not wait for them.
         self._sizes_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -73,9 +73,9 @@ class TorchCollectives(Collectives):
         """See `Collectives`; the group itself belongs to whoever made it."""
         groups = {group for group in (self._group, self._sizes_group) if group is not None}
         self._group = self._sizes_group = None
-        for group in groups:
-            if self._release is not None:
-                self._release(group)
+        self._release(groups)
+
+    __del__ = close
 
     def _all_to_all(self, parts: Sequence[Part], results: tuple[Tensor, ...], what: str) -> Pending:
         call = _TorchCall(self, what)
