@@ -158,7 +158,7 @@ def find_beginning(
         raise CheckpointError(
             "checkpoint.dir under checkpoint.resume=never", got, "an empty one", remedy
         )
-    if newest is None and mine is not None and settings.dir is None:
+    if newest is None and mine is not None and (resume is not None or settings.dir is None):
         _log.warning("no checkpoint of %s: it starts over", mine.path)
     elif newest is None and resume is None and settings.resume != "never" and _again(attempt):
         _warn_lost(config, attempt, url)

@@ -245,6 +245,16 @@ def test_a_run_remembers_where_its_checkpoints_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first", ["inside", "saved"])
+def test_a_run_to_continue_without_checkpoints_says_that_it_starts_over(
+    tmp_path: Path, first: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = in_dir(tmp_path, None if first == "inside" else tmp_path / first)
+    folder = find_beginning(settings, None, None, 100).folder
+    assert find_beginning(settings, str(folder.path), None, 100).checkpoint is None
+    assert f"no checkpoint of {folder.path}: it starts over" in caplog.text
+
+
+@pytest.mark.parametrize("first", ["inside", "saved"])
 def test_no_checkpoints_are_left_behind(tmp_path: Path, first: str) -> None:
     folder, saved = begun(in_dir(tmp_path, None if first == "inside" else tmp_path / first))
     moved = in_dir(tmp_path, tmp_path / "moved")
