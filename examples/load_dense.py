@@ -25,11 +25,12 @@ def main() -> None:
     program = torch.export.load(arguments.bundle / signature["dense_program"])
 
     batch = 2
-    given = {
-        one["name"]: torch.zeros(batch, *one["shape"][1:]) for one in signature["dense_inputs"]
-    }
-    # In this order; None where the model has no such input.
-    inputs = tuple(given.get(name) for name in ("dense", "embeddings", "first_order"))
+    # These three come first, None where the model has no such input; then those of sequences.
+    given = dict.fromkeys(("dense", "embeddings", "first_order"))
+    for one in signature["dense_inputs"]:
+        dtype = getattr(torch, one["dtype"])
+        given[one["name"]] = torch.zeros(batch, *one["shape"][1:], dtype=dtype)
+    inputs = tuple(given.values())
     logits = program.module()(*inputs)
     print(f"{len(logits)} logits of {signature['dense_program']}")
 

@@ -206,6 +206,9 @@ def _starter(
     _split(found, times, paths, eval_paths, asked=asked is not None)
     _sort_columns(found, sample)
     _leave_out_nulls(found, opened)
+    used = [found.label, *found.ids, *found.lists, *found.missing, *found.dense]
+    for path, one in zip((*paths, *eval_paths), opened, strict=True):
+        check_present(used, one.schema_arrow.names, path, "the files")
     if not (found.ids or found.lists or found.missing):
         got = ", ".join(map(repr, names))
         remedy = "Write ids as integers or text."
@@ -279,15 +282,14 @@ def _label(sample: Any, asked: str | None) -> str:
                 remedy="Write such a column, or name another with --label.",
             )
         return asked
-    known = [name for name in binary if name.lower() in _LABELS]
-    if len(known or binary) != 1:
-        raise ConfigError(
-            "label of the data",
-            got=f"columns of 0 and 1: {', '.join(binary) or 'none'}",
-            allowed="one column that says what happened",
-            remedy="Name it with --label.",
-        )
-    return str((known or binary)[0])
+    named = [name for name in sample.schema.names if name.lower() in _LABELS]
+    found = [name for name in named or binary if name in binary]
+    if len(found) != 1:
+        got = f"columns of 0 and 1: {', '.join(binary) or 'none'}"
+        got += f"; with a label's name: {', '.join(named)}" if named else ""
+        allowed = "one column that says what happened"
+        raise ConfigError("label of the data", got, allowed, "Name it with --label.")
+    return str(found[0])
 
 
 def _times(sample: Any, label: str) -> list[str]:

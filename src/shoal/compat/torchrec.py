@@ -15,7 +15,7 @@ from shoal import distributed
 from shoal.comm import Mesh, init
 from shoal.distributed.model import DenseWrapper, Placing
 from shoal.embedding.collection import EmbeddingCollection
-from shoal.errors import ConfigError, InputError
+from shoal.errors import ConfigError, InputError, ShapeError
 from shoal.pipeline import TrainPipeline, create_train_pipeline
 
 __all__ = [
@@ -110,16 +110,24 @@ def import_weights(
         rows by table.
 
     Raises:
-        InputError: no `embedding_bags.TABLE.weight` or `embeddings.TABLE.weight` that is a tensor.
+        InputError: no `embedding_bags.TABLE.weight` or `embeddings.TABLE.weight` that is a tensor,
+            or two of one table.
         UnknownName: a table that `tables` does not have.
-        ShapeError: another width.
+        ShapeError: another width. Nothing was written then.
     """
     state = source.state_dict() if isinstance(source, nn.Module) else source
-    found = {_WEIGHT.search(key): weights for key, weights in state.items()}
-    named = {key[1]: one for key, one in found.items() if key and isinstance(one, torch.Tensor)}
-    if not named:
-        allowed, remedy = "an EmbeddingBagCollection or its state dict", "Give it not sharded."
-        raise InputError("tables to import", type(source).__name__, allowed, remedy)
+    found = [(_WEIGHT.search(key), one) for key, one in state.items()]
+    given = [(key[1], one) for key, one in found if key and isinstance(one, torch.Tensor)]
+    named = dict(given)
+    if not named or len(named) < len(given):
+        got = "a table of one name twice" if named else type(source).__name__
+        allowed, remedy = "an EmbeddingBagCollection or its state dict", "Give one, not sharded."
+        raise InputError("tables to import", got, allowed, remedy)
+    for name, weights_ND in named.items():
+        dim = tables.table(name).spec.dim
+        if weights_ND.ndim != 2 or weights_ND.shape[1] != dim:
+            what, shape = f"shape of the weights of table {name!r}", tuple(weights_ND.shape)
+            raise ShapeError(what, shape, f"[N, {dim}]", "Import them into a table of that width.")
     for name, weights_ND in named.items():
         ids_N = torch.arange(len(weights_ND), device=tables.shard.device)
         tables.table(name).assign(ids_N, weights_ND.detach().to(ids_N.device))

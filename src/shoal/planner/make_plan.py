@@ -25,6 +25,7 @@ from shoal.planner.topology import Topology, show_bytes
 _FROM_DEVICES = 64  # from this number of devices up several groups are tried
 _GROUPS = (2, 4, 8)
 _NAMED = 5  # tables that an error names
+_ANY = 1e12  # times the memory: more than any plan needs
 _SMALL = 100  # tables up to which missing bytes are found to 0.1 %; to 2 % of more
 
 
@@ -190,13 +191,13 @@ def _missing(problem: PlacementProblem) -> tuple[int, float]:
         limits = (problem.limits[0] * device, problem.limits[1] * host)
         return fits(replace(problem, limits=limits))
 
-    row = DEVICE if enough(1e6, 1.0) else HOST
+    row = DEVICE if enough(_ANY, 1.0) else HOST
     low = high = 1.0
-    while high < 1e6 and not enough(*((high, 1.0) if row == DEVICE else (1e6, high))):
+    while high < _ANY and not enough(*((high, 1.0) if row == DEVICE else (_ANY, high))):
         low, high = high, 2 * high
     while high / low > (1.001 if len(problem.choices) <= _SMALL else 1.02):
         middle = (low * high) ** 0.5
-        scales = (middle, 1.0) if row == DEVICE else (1e6, middle)
+        scales = (middle, 1.0) if row == DEVICE else (_ANY, middle)
         low, high = (low, middle) if enough(*scales) else (middle, high)
     return row, problem.limits[row - DEVICE] * (high - 1)
 

@@ -217,12 +217,8 @@ def existing(path: str) -> RunFolder:
     """
     folder = RunFolder(Path(path))
     if not folder.config.is_file():
-        raise CheckpointError(
-            "run to continue",
-            got=f"{path} without config.yaml",
-            allowed="the folder of a run, or latest",
-            remedy="See which folders output.dir has.",
-        )
+        got, allowed = f"{path} without config.yaml", "the folder of a run, or latest"
+        raise CheckpointError("run to continue", got, allowed, "See which folders output.dir has.")
     return folder
 
 
@@ -249,12 +245,8 @@ def _make_new(base: Path, stem: str) -> Path:
 
 
 def _untrained(got: str) -> CheckpointError:
-    return CheckpointError(
-        "run",
-        got=got,
-        allowed="a run folder, or a config file that was trained with output.save_model=true",
-        remedy="Train first: shoal train CONFIG.",
-    )
+    allowed = "a run folder, or a config file that was trained with output.save_model=true"
+    return CheckpointError("run", got, allowed, "Train first: shoal train CONFIG.")
 
 
 def _strict(value: Any) -> Any:

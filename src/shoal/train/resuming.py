@@ -158,7 +158,7 @@ def find_beginning(
         raise CheckpointError(
             "checkpoint.dir under checkpoint.resume=never", got, "an empty one", remedy
         )
-    if newest is None and mine is not None and settings.dir is None:
+    if newest is None and mine is not None and (resume is not None or settings.dir is None):
         _log.warning("no checkpoint of %s: it starts over", mine.path)
     elif newest is None and resume is None and settings.resume != "never" and _again(attempt):
         _warn_lost(config, attempt, url)
@@ -170,7 +170,10 @@ def find_beginning(
     if mine is None:
         there = Path(job["folder"])
         mine = RunFolder(there) if there.is_dir() else folders.create(config, attempt)
-    replace_text(mine.config, to_yaml(config))
+    # Where the run says that its checkpoints are, also where this command leaves it out.
+    update = {"dir": settings.dir or (None if url == str(mine.checkpoints) else url)}
+    kept = config.model_copy(update={"checkpoint": settings.model_copy(update=update)})
+    replace_text(mine.config, to_yaml(kept))
     return Beginning(mine, url, newest)
 
 
@@ -187,17 +190,21 @@ def _newest(
         mine = folders.unfinished(config) if resume == LATEST else folders.existing(resume)
         if mine is None:
             got = f"no unfinished run {config.name}-* in {config.output.dir}"
-            raise CheckpointError(
-                "--resume latest", got, "one that was interrupted", "Name its folder."
-            )
+            allowed = "one that was interrupted"
+            raise CheckpointError("--resume latest", got, allowed, "Name its folder.")
     elif _again(attempt) and settings.resume != "never":
         mine = folders.made_by(config, attempt.job)
     url = settings.dir or (None if mine is None else folders.checkpoints_of(mine))
-    newest = None
-    if url is not None:
-        entry = CheckpointStore(url).latest()
-        newest = None if entry is None else entry.name
-    return mine, url, newest
+    entry = None if url is None else CheckpointStore(url).latest()
+    if mine is not None and resume is not None and settings.dir is not None:
+        own = Storage(mine.checkpoints)
+        others = own.url != Storage(settings.dir).url and mine.checkpoints.is_dir()
+        # Left behind, a run would start over, or its older model would be evaluated.
+        if (others or entry is None) and folders.checkpoint_of(mine) is not None:
+            what, allowed = "checkpoint.dir of a run to continue", folders.checkpoints_of(mine)
+            remedy = "Leave checkpoint.dir out, or move them there first."
+            raise CheckpointError(what, settings.dir, allowed, remedy)
+    return mine, url, None if entry is None else entry.name
 
 
 def plan_to_keep(config: RunConfig, resume: str | None, attempt: Attempt | None) -> Plan | None:
@@ -283,12 +290,9 @@ def _from_scratch(
 ) -> Beginning:
     if config.checkpoint.resume == "must":
         got = f"none in {url}" if url else "no checkpoint.dir, and no --resume"
-        raise CheckpointError(
-            "checkpoint to continue from (checkpoint.resume=must)",
-            got,
-            "a committed one",
-            "Set checkpoint.resume=auto to start a new run.",
-        )
+        what = "checkpoint to continue from (checkpoint.resume=must)"
+        remedy = "Set checkpoint.resume=auto to start a new run."
+        raise CheckpointError(what, got, "a committed one", remedy)
     settings = config.checkpoint.warm_start
     warm = None if settings is None else _find_warm(settings)
     folder = folders.create(config, attempt) if mine is None else mine
@@ -305,12 +309,10 @@ def _find_warm(settings: WarmStartSettings) -> str:
     if "://" not in path and RunFolder(Path(path)).config.is_file():
         newest = folders.checkpoint_of(RunFolder(Path(path)))
         if newest is None:
-            raise CheckpointError(
-                "checkpoint.warm_start",
-                got=f"{path}, a run without checkpoints",
-                allowed="a run that saved one, the folder of checkpoints, or one of those",
-                remedy="Train it with output.save_model=true, or name another.",
-            )
+            got = f"{path}, a run without checkpoints"
+            allowed = "a run that saved one, the folder of checkpoints, or one of those"
+            remedy = "Train it with output.save_model=true, or name another."
+            raise CheckpointError("checkpoint.warm_start", got, allowed, remedy)
         return newest
     store, name = locate(Storage(path).url)
     return store.folder(name).url
@@ -320,12 +322,9 @@ def _job_in(url: str, name: str) -> Mapping[str, Any]:
     store = CheckpointStore(url)
     job = read_job(store.folder(name), store.manifest(name)).state
     if not {"config", "folder", "run_state"} <= job.keys():
-        raise CheckpointError(
-            f"checkpoint {url}/{name}",
-            "no state of a training run",
-            "one that `shoal train` saved",
-            "Name another folder in checkpoint.dir.",
-        )
+        got, allowed = "no state of a training run", "one that `shoal train` saved"
+        remedy = "Name another folder in checkpoint.dir."
+        raise CheckpointError(f"checkpoint {url}/{name}", got, allowed, remedy)
     return job
 
 
@@ -343,31 +342,32 @@ def _check_same(config: RunConfig, job: Mapping[str, Any], what: str) -> None:
         differ.append("data.replay")  # its keys are free, but its position is another one
     if differ:
         got = ", ".join(f"{key}={now.get(key)!r}, not {then.get(key)!r}" for key in differ)
-        raise ConfigError(
-            f"settings of the run that {what} is of",
-            got=got,
-            allowed="the settings that it was begun with",
-            remedy="Set them back, or start a new run: checkpoint.resume=never.",
-        )
+        allowed = "the settings that it was begun with"
+        remedy = "Set them back, or start a new run: checkpoint.resume=never."
+        raise ConfigError(f"settings of the run that {what} is of", got, allowed, remedy)
 
 
 def _check_data(config: RunConfig, job: Mapping[str, Any], what: str, examples: int | None) -> None:
     """Refuse data of another length, on which the position means other examples.
 
-    What was added behind the data is fine while the first pass goes through it in order.
+    What was added behind the data is fine while the first pass goes through it in order. Passes
+    that have begun are not taken back.
     """
     then: int | None = job.get("examples")
-    if then is None or examples is None or then == examples:
+    if then is None or examples is None:
         return
-    in_order = config.data.shuffle != "always" and job["run_state"]["position"] <= then
-    if not (in_order and examples > then):
-        raise ConfigError(
-            f"examples to train on, of the run that {what} is of",
-            got=examples,
-            allowed=f"the {then} that it was begun with",
-            remedy="Bring the files back as they were, or start a new run with "
-            "checkpoint.resume=never.",
-        )
+    position = job["run_state"]["position"]
+    in_order = config.data.shuffle != "always" and position < then < examples
+    passes = -(-position // examples)
+    if then != examples and not in_order:
+        name, got, allowed = "examples to train on", examples, f"the {then} that it was begun with"
+        remedy = "Bring the files back as they were, or start a new run: checkpoint.resume=never."
+    elif passes > config.data.epochs:
+        name, got, allowed = "data.epochs", config.data.epochs, f"{passes} or more: they have begun"
+        remedy = "Set it so, or start a new run: checkpoint.resume=never."
+    else:
+        return
+    raise ConfigError(f"{name}, of the run that {what} is of", got, allowed, remedy)
 
 
 def _is_free(key: str) -> bool:

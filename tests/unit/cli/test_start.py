@@ -320,6 +320,17 @@ def test_init_checks_times_of_evaluation_files_too(tmp_path: Path) -> None:
     assert settings.load(file, environment={}).data.source.time is None
 
 
+@pytest.mark.parametrize("option", ["--data", "--eval"])
+@pytest.mark.parametrize("name", ["user", "clicked", "price", "seen", "coupon"])
+def test_init_needs_columns_in_all_files(tmp_path: Path, name: str, option: str) -> None:
+    data = events(tmp_path / "a.parquet")
+    other = events(tmp_path / "b.parquet", **{name: None})
+    arguments = ["--data", str(data), option, str(other)]
+    code, _, err = invoke("init", str(tmp_path / "a.yaml"), *arguments)
+    assert code == Exit.ERROR
+    assert f"column '{name}' of " in err and "b.parquet" in err
+
+
 def test_init_without_a_time(tmp_path: Path) -> None:
     data, file = events(tmp_path / "a.parquet"), tmp_path / "a.yaml"
     assert invoke("init", str(file), "--data", str(data), "--time", "none")[0] == 0
@@ -348,6 +359,7 @@ def test_init_of_the_flights_trains_as_written(tmp_path: Path, monkeypatch: Any)
     ("more", "arguments", "parts"),
     [
         ({"bought": [0, 1] * 150, "clicked": [2, 3] * 150, "liked": [0, 1] * 150}, [], ["--label"]),
+        ({"clicked": [0, 1, None] * 100, "vip": [0, 1] * 150}, [], ["vip", "clicked", "--label"]),
         ({}, ["--label", "click"], ["unknown column", "'click'", "Did you mean clicked?"]),
         (
             {"rating": [1, 2, 3] * 100},

@@ -61,8 +61,14 @@ def test_weights_that_do_not_fit_are_refused() -> None:
     tables = collection()
     with pytest.raises(UnknownName, match="other"):
         torchrec.import_weights(tables, Bags(other=4))
-    with pytest.raises(ShapeError):
-        torchrec.import_weights(tables, Bags(t=tables.tables["t"].dim + 1))
+    dim = tables.tables["t"].dim
+    with pytest.raises(ShapeError, match="weights of table 't'"):
+        torchrec.import_weights(tables, Bags(t=dim + 1))
+    with pytest.raises(UnknownName, match="other"):
+        torchrec.import_weights(tables, Bags(t=dim, other=dim))
+    with pytest.raises(InputError, match="one name twice"):
+        torchrec.import_weights(tables, nn.ModuleDict({"one": Bags(t=dim), "two": Bags(t=dim)}))
+    assert len(tables.table("t")) == 0  # nothing was written ahead of what is refused
     with pytest.raises(InputError, match="Linear"):
         torchrec.import_weights(tables, nn.Linear(1, 1))
 

@@ -201,6 +201,7 @@ def test_groups_are_simulated_from_64_devices() -> None:
     ("tables", "given", "device_bytes", "match"),
     [
         ([table("a", 1e8)], {}, 6 * 10**9, r"bytes too many on a device.*'a'.*no constraint.*host"),
+        ([table("a", 1e8)], {}, 1000, r"bytes too many on a device.*tables with a piece.*'a'"),
         ([table("a", 1e7)], {"a": {"sharding": "table_wise"}}, 4 * 10**9,
          r"constraints: 'a': sharding=\('table_wise',\).*Drop the constraints of a"),
         ([table("a", 1e6)], {"a": {"sharding": "column_wise", "slices": 3}}, 10**9,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,11 @@ def outputs_of(kind: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_model_is_trained_evaluated_exported_and_served(
-    kind: str, file: Path, tmp_path: Path
+    kind: str,
+    file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     console = Console(quiet=True)
     run = settings(file, tmp_path, kind)
@@ -129,6 +134,11 @@ def test_a_model_is_trained_evaluated_exported_and_served(
     served = model.run([model.read(request)])[0]["prediction"].reshape(EXAMPLES, -1)
     wanted = np.stack([written[f"prediction{end}"].to_numpy() for end in ends], axis=1)
     np.testing.assert_allclose(served, wanted, rtol=1e-5, atol=1e-6)
+    monkeypatch.setattr("sys.argv", ["load_dense.py", str(version)])
+    runpy.run_path(
+        str(Path(__file__).parents[3] / "examples" / "load_dense.py"), run_name="__main__"
+    )
+    assert capsys.readouterr().out == "2 logits of dense.pt2\n"
 
 
 def test_a_task_without_weight_does_not_train(file: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from shoal.ragged import KeyedRagged
 from shoal.telemetry import JsonLines
 from shoal.train import saving
 from shoal.train import summary as recording
-from shoal.train.folder import RunFolder
+from shoal.train.folder import RunFolder, checkpoint_of
 from shoal.train.publishing import Publishing
 from shoal.train.ranks import ALONE
 from shoal.train.resuming import find_beginning, job_of
@@ -177,6 +178,7 @@ def test_a_job_started_again_says_that_it_starts_over(
         ("always", 10, 101, False),
         ("replays", 10, 101, True),  # more behind what the first pass goes through in order
         ("replays", 101, 101, False),
+        ("never", 100, 130, False),  # the first pass is over: a batch of it was short
         ("never", 10, 99, False),
     ],
 )
@@ -201,6 +203,74 @@ def test_a_run_goes_on_with_the_data_that_it_was_begun_with(
     with pytest.raises(ConfigError, match=rf"got {examples}; allowed: the 100 that"):
         find_beginning(settings, None, None, examples)
     assert not (tmp_path / "runs").exists()
+
+
+def in_dir(tmp_path: Path, folder: Path | None, **data: Any) -> config.RunConfig:
+    """A run of 100 examples a pass, whose checkpoints are in a folder."""
+    return config.from_mapping(
+        {
+            "name": "tiny",
+            "data": {"source": "flights", **data},
+            "output": {"dir": str(tmp_path / "runs")},
+            "checkpoint": {"dir": None if folder is None else str(folder)},
+        }
+    )
+
+
+def begun(settings: config.RunConfig, position: int = 10) -> tuple[RunFolder, Path]:
+    """A run that was interrupted, and where its checkpoint is."""
+    beginning = find_beginning(settings, None, None, 100)
+    state = {**job_of(settings, beginning.folder, 100), "run_state": {"position": position}}
+    save(beginning.url, Contents(state=state), step=1, position=position)
+    return beginning.folder, Path(beginning.url)
+
+
+def test_passes_that_have_begun_are_not_taken_back(tmp_path: Path) -> None:
+    folder, _ = begun(in_dir(tmp_path, tmp_path / "saved", epochs=3), 110)
+    before = folder.config.read_text()
+    fewer = in_dir(tmp_path, tmp_path / "saved", epochs=1)
+    with pytest.raises(ConfigError, match=r"data\.epochs.*got 1; allowed: 2 or more"):
+        find_beginning(fewer, str(folder.path), None, 100)
+    assert folder.config.read_text() == before
+    fewer = in_dir(tmp_path, tmp_path / "saved", epochs=2)
+    assert find_beginning(fewer, str(folder.path), None, 100).checkpoint is not None
+
+
+def test_a_run_remembers_where_its_checkpoints_are(tmp_path: Path) -> None:
+    folder, saved = begun(in_dir(tmp_path, tmp_path / "saved"))
+    for _ in range(2):  # the command that resumes need not say it again, nor the next one
+        found = find_beginning(in_dir(tmp_path, None), str(folder.path), None, 100)
+        assert (found.url, found.checkpoint) == (str(saved), "step-000000000001-full")
+    assert checkpoint_of(folder) == str(saved / "step-000000000001-full")
+
+
+@pytest.mark.parametrize("first", ["inside", "saved"])
+def test_a_run_to_continue_without_checkpoints_says_that_it_starts_over(
+    tmp_path: Path, first: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = in_dir(tmp_path, None if first == "inside" else tmp_path / first)
+    folder = find_beginning(settings, None, None, 100).folder
+    assert find_beginning(settings, str(folder.path), None, 100).checkpoint is None
+    assert f"no checkpoint of {folder.path}: it starts over" in caplog.text
+
+
+@pytest.mark.parametrize("first", ["inside", "saved"])
+def test_no_checkpoints_are_left_behind(tmp_path: Path, first: str) -> None:
+    folder, saved = begun(in_dir(tmp_path, None if first == "inside" else tmp_path / first))
+    moved = in_dir(tmp_path, tmp_path / "moved")
+    with pytest.raises(CheckpointError, match=f"allowed: {saved}"):
+        find_beginning(moved, str(folder.path), None, 100)
+    shutil.copytree(saved, tmp_path / "moved")
+    if first == "inside":  # `shoal eval` would read these, and not the newer ones
+        with pytest.raises(CheckpointError, match=f"allowed: {saved}"):
+            find_beginning(moved, str(folder.path), None, 100)
+        shutil.rmtree(saved)
+    assert find_beginning(moved, str(folder.path), None, 100).checkpoint is not None
+    assert checkpoint_of(folder) == str(tmp_path / "moved" / "step-000000000001-full")
+    named = in_dir(tmp_path, saved)
+    saved.parent.mkdir(exist_ok=True)
+    shutil.move(tmp_path / "moved", saved)
+    assert find_beginning(named, str(folder.path), None, 100).checkpoint is not None
 
 
 @pytest.mark.parametrize("last_batch", ["merge", "drop"])
