@@ -176,12 +176,8 @@ class Servers:
             self._numbers[index] = told["applied"]
             seeds.add(told["seed"])
         if len(seeds) > 1:
-            raise ConfigError(
-                "seeds of the parameter servers",
-                got=sorted(seeds),
-                allowed="one",
-                remedy="Give all servers one config.",
-            )
+            what, remedy = "seeds of the parameter servers", "Give all servers one config."
+            raise ConfigError(what, sorted(seeds), "one", remedy)
         return int(seeds.pop())
 
     def ask(self, requests: Sequence[Asked | None]) -> list[Reply]:

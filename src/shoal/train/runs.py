@@ -254,12 +254,8 @@ def _set_up(config: RunConfig) -> None:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     elif torch.get_num_threads() > MAX_THREADS:
-        raise ConfigError(
-            "OMP_NUM_THREADS or MKL_NUM_THREADS",
-            got=torch.get_num_threads(),
-            allowed=f"1..{MAX_THREADS}",
-            remedy="Unset it, or set threads.",
-        )
+        what, remedy = "OMP_NUM_THREADS or MKL_NUM_THREADS", "Unset it, or set threads."
+        raise ConfigError(what, torch.get_num_threads(), f"1..{MAX_THREADS}", remedy)
     torch.manual_seed(config.seed)
     if config.tf32 is not None:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
