@@ -89,8 +89,8 @@ def job(tmp_path: Path) -> Iterator[Job]:
         made.end()
 
 
-def done(process: subprocess.Popen[str], timeout_s: float = 200) -> str:
-    output, _ = process.communicate(timeout=timeout_s)
+def done(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
     return output
 
@@ -102,7 +102,7 @@ def test_a_worker_trains_on_two_servers(job: Job) -> None:
     assert job.auc() > 0.55
     for server in servers:
         server.send_signal(signal.SIGTERM)
-        done(server, 60)
+        done(server)
     for index in range(2):
         store = CheckpointStore(job.folder / f"store/server-{index}-of-2")
         manifests = [store.manifest(entry.name) for entry in store.list()]
@@ -149,7 +149,7 @@ def test_two_workers_share_the_rows(job: Job, stale_updates: int) -> None:
 @pytest.mark.slow
 def test_a_run_without_servers_says_so(job: Job) -> None:
     worker = job.worker("distributed.servers.reply_s=0.2", "distributed.servers.repeats=1")
-    output, _ = worker.communicate(timeout=120)
+    output, _ = worker.communicate(timeout=200)
     assert worker.returncode == 2
     assert "error: call to server" in output
     assert "Traceback" not in output

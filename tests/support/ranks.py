@@ -20,6 +20,7 @@ from typing import Any
 __all__ = ["RankFailure", "Ranks", "free_port", "launcher_variables", "run_ranks", "start_ranks"]
 
 TESTS = str(Path(__file__).parents[1])
+LIMIT_S = 200.0  # a rank that takes longer hangs, also on a slow machine that does much else
 
 
 class RankFailure(AssertionError):
@@ -52,7 +53,7 @@ class Ranks:
                 try:
                     found[rank] = pickle.loads(open_pipes[rank].recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    self.processes[rank].join(5)
+                    self.processes[rank].join(60)
                     found[rank] = (False, f"died with {self.processes[rank].exitcode}")
                 del open_pipes[rank]
         for rank in open_pipes:
@@ -89,7 +90,7 @@ def start_ranks(
     world_size: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout_s: float = 60,
+    timeout_s: float = LIMIT_S,
     environ: Mapping[str, str] | None = None,
 ) -> Ranks:
     """Start `function(*args)` on each of `world_size` ranks.
@@ -105,7 +106,7 @@ def run_ranks(
     world_size: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout_s: float = 60,
+    timeout_s: float = LIMIT_S,
     environ: Mapping[str, str] | None = None,
     reuse: bool = False,
 ) -> list[Any]:
