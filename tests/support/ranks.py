@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
@@ -177,12 +178,21 @@ def launcher_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A loopback port that nobody uses; not one that the system may give away meanwhile."""
+    """A loopback port that nobody uses, and three behind it; none that may be given away meanwhile,
+    by the system or another process of the tests."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     while True:
-        port = secrets.SystemRandom().randrange(15_000, 32_000)
+        port = 4 * secrets.SystemRandom().randrange(3_750, 8_000)
+        if port // 4 % workers != worker or port in _GIVEN:
+            continue
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
+            _GIVEN.append(port)
             return port
+
+
+_GIVEN: deque[int] = deque(maxlen=200)  # to this process, lately
 
 
 def _work(pipe: Connection) -> None:
