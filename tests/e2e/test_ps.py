@@ -44,7 +44,7 @@ class Job:
         process = self._start(
             *("-m", "shoal.cli", "ps", str(self.config)),
             *("--index", str(index), "--of", str(self.servers)),
-            *("--address", self.addresses[index], "--store", "store", "--save-every-s", "1"),
+            *("--address", self.addresses[index], "--store", "store", "--save-every-s", "0.3"),
         )
         assert process.stdout is not None
         line = process.stdout.readline()
