@@ -124,7 +124,7 @@ def load_on(
 
 
 def on_ranks(work: str, folder: str, form: str, device: str = "cpu") -> Any:
-    mesh = launch.init(device=device, timeout_s=30 if device == "cpu" else 120)
+    mesh = launch.init(device=device, timeout_s=120)
     try:
         ranks = mesh.collectives("checkpoint", device=HOST)
         return globals()[work](folder, form, ranks, mesh.device)

@@ -24,7 +24,7 @@ from support.spread_model import Data, SpreadModel, batches, loss_of, part_of, s
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
 BEFORE, AFTER = 3, 4  # steps until a save, and from it to the end
-LIMIT_S = {"cpu": 60, "cuda": 240}
+LIMIT_S = {"cpu": 200, "cuda": 240}
 
 
 class Training:

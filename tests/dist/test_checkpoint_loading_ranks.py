@@ -29,7 +29,7 @@ HALF = 1 << 63
 
 def loaded(folder: str, newest_of_rank: dict[int, str]) -> tuple[str, int, dict[str, int], int]:
     """What went wrong, rows here, rows everywhere, version after it."""
-    mesh = launch.init(device="cpu", timeout_s=30)
+    mesh = launch.init(device="cpu", timeout_s=120)
     try:
         placement = plan_placement((SPEC,), mesh.world_size)
         shard = CpuShard(hosted_specs((SPEC,), placement, mesh.rank))

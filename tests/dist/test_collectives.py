@@ -20,12 +20,13 @@ from support.ranks import run_ranks, start_ranks
 
 pytestmark = pytest.mark.multiproc
 
-TIMEOUT_S = 4.0
+TIMEOUT_S = 60.0
+LATE_S = 10.0  # in its place, where a test waits until it is over
 
 
 @contextmanager
-def gloo(timeout_s: float = 20.0) -> Iterator[TorchCollectives]:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+def gloo(timeout_s: float = TIMEOUT_S) -> Iterator[TorchCollectives]:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     group = dist.new_group(timeout=timedelta(seconds=timeout_s))
     dist.barrier()  # processes start at different times
     collectives = TorchCollectives(group, torch.device("cpu"), timeout_s)
@@ -60,7 +61,7 @@ def exchange(collectives: Collectives, what: str, rows: int = 4) -> torch.Tensor
 
 def loop_until(stops: str) -> dict[str, str]:
     """Exchanges in a loop; at step 3 rank 1 stops in the way named. What the others saw."""
-    with gloo(TIMEOUT_S) as collectives:
+    with gloo(limit_of(stops)) as collectives:
         try:
             for step in range(1000):
                 collectives.step = step
@@ -77,31 +78,35 @@ def loop_until(stops: str) -> dict[str, str]:
     return {}
 
 
+def limit_of(stops: str) -> float:
+    return LATE_S if stops == "late" else TIMEOUT_S
+
+
 def stop(how: str) -> None:
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "raises":
         raise ValueError("a batch is wrong")
-    time.sleep(1.5 * TIMEOUT_S)  # late
+    time.sleep(1.5 * LATE_S)
     os._exit(0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "raises", "late"])
 def test_a_rank_that_stops_ends_the_others(how: str) -> None:
-    found = start_ranks(3, loop_until, how, timeout_s=40).outcomes()
+    found = start_ranks(3, loop_until, how).outcomes()
     assert not found[1][0]
     for rank in (0, 2):
         good, saw = found[rank]
         assert good, saw
-        for part in ("'rows'", "step 3", f"rank {rank} of 3", f"within {TIMEOUT_S} s"):
+        for part in ("'rows'", "step 3", f"rank {rank} of 3", f"within {limit_of(how)} s"):
             assert part in saw["error"]
         assert saw["later"] == saw["error"], "later collectives fail at once, with the first error"
 
 
 def other_sizes() -> str:
     """Rank 1 sends less than rank 0 was told; Gloo ends a process that gets too much."""
-    with gloo(TIMEOUT_S) as collectives:
+    with gloo(LATE_S) as collectives:
         rows = 4 if collectives.rank == 0 else 3
         try:
             exchange(collectives, "gradients", rows)
@@ -111,7 +116,7 @@ def other_sizes() -> str:
 
 
 def test_splits_that_do_not_match_hang_nobody() -> None:
-    found = start_ranks(2, other_sizes, timeout_s=30).outcomes()
+    found = start_ranks(2, other_sizes).outcomes()
     texts = [str(outcome) for _, outcome in found.values()]
     assert "hung" not in texts
     assert texts != ["arrived", "arrived"]
@@ -132,10 +137,10 @@ def test_no_call_follows_a_close() -> None:
 
 
 def two_under_way() -> list[str]:
-    with gloo(2.0) as collectives:
+    with gloo(LATE_S) as collectives:
         if collectives.rank == 1:
             collectives.barrier(what="ready")
-            time.sleep(5)
+            dist.barrier()  # until the other has met both
             os._exit(0)
         collectives.barrier(what="ready")
         splits = (1, 1)
@@ -148,12 +153,13 @@ def two_under_way() -> list[str]:
             with pytest.raises(CollectiveFailed) as error:
                 pending.wait()
             said.append(str(error.value))
+        dist.barrier()
         return said
 
 
 @pytest.mark.slow
 def test_the_first_failure_is_told_again_not_a_later_one() -> None:
-    good, (first, second) = start_ranks(2, two_under_way, timeout_s=40).outcomes()[0]
+    good, (first, second) = start_ranks(2, two_under_way).outcomes()[0]
     assert good
     assert "'first'" in first
     assert second == first

@@ -116,7 +116,7 @@ def test_ranks_learn_what_one_learns(tmp_path: Path, placement: str) -> None:
     want = on_mesh(trained, root, config)
     assert want["evaluated"]["count"] == IDS - 3
     assert sum(figures["count"] for figures in want["figures"]) > 0
-    found = run_ranks(2, on_mesh, trained, root, config, timeout_s=120)
+    found = run_ranks(2, on_mesh, trained, root, config)
     check_close(found[0], found[1], exact=True)
     check_close(found[0], want, exact=False)
 
@@ -141,7 +141,7 @@ def digest(mesh: comm.Mesh, root: str) -> str:
 
 @pytest.mark.multiproc
 def test_ranks_have_the_same_bits_after_200_steps(tmp_path: Path) -> None:
-    found = run_ranks(2, on_mesh, digest, data_at(tmp_path), timeout_s=120)
+    found = run_ranks(2, on_mesh, digest, data_at(tmp_path))
     assert found[0] == found[1]
 
 

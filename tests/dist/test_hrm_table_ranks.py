@@ -49,7 +49,7 @@ def test_steps_are_hrms(world_size: int, placing: str) -> None:
     found = (
         [trained(None, 1, placing)]
         if world_size == 1
-        else run_ranks(world_size, on_mesh, trained, world_size, placing, timeout_s=120)
+        else run_ranks(world_size, on_mesh, trained, world_size, placing)
     )
     want = torch.zeros(ROWS, DIM)
     for step in range(STEPS):

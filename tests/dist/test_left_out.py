@@ -123,7 +123,7 @@ CASES = {
 def told(
     ranks: int, how: str, path: str, nan_policy: str = "raise", odd_step: int = ODD_STEP
 ) -> list[str]:
-    running = start_ranks(ranks, trained, how, path, nan_policy, odd_step, timeout_s=90)
+    running = start_ranks(ranks, trained, how, path, nan_policy, odd_step)
     outcomes = running.outcomes()
     assert all(value != "hung" for _, value in outcomes.values()), outcomes
     return [str(outcomes[rank][1]) for rank in range(ranks)]
@@ -172,7 +172,7 @@ def test_steps_without_a_vote_differ_at_the_next_lookup(how: str) -> None:
 
 
 def test_a_collection_that_no_rank_uses_needs_no_exchange() -> None:
-    running = start_ranks(2, unused_by_all, timeout_s=60)
+    running = start_ranks(2, unused_by_all)
     assert running.finish() == [True, True]
 
 
@@ -190,7 +190,7 @@ def unused_by_all() -> bool:
 
 
 def test_ranks_that_are_only_slow_are_waited_for() -> None:
-    assert start_ranks(2, slow, timeout_s=60).finish() == [None, None]
+    assert start_ranks(2, slow).finish() == [None, None]
 
 
 def slow() -> None:
@@ -220,5 +220,5 @@ def unclaimed() -> tuple[int, list[int], bool]:
 
 
 def test_ranks_without_an_optimizer_of_rows_warn_and_keep_one_batch() -> None:
-    outcomes = start_ranks(2, unclaimed, timeout_s=90).outcomes()
+    outcomes = start_ranks(2, unclaimed).outcomes()
     assert [value for _, value in outcomes.values()] == [(2, [1, 1], True)] * 2, outcomes

@@ -181,7 +181,7 @@ def on_rank(mesh: Mesh) -> dict[str, Outcome]:
 
 @pytest.fixture(scope="module", params=[2, 4])
 def outcomes(request: pytest.FixtureRequest) -> dict[str, list[Outcome]]:
-    ranks = run_ranks(request.param, on_mesh, on_rank, timeout_s=120)
+    ranks = run_ranks(request.param, on_mesh, on_rank)
     return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
 

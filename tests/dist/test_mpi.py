@@ -40,7 +40,7 @@ def job(what: str, *, through_mpi4py: bool = False) -> subprocess.CompletedProce
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
 
@@ -55,7 +55,7 @@ def test_all_collectives() -> None:
 def test_a_rank_that_stops_ends_the_other(how: str) -> None:
     done = job(how)
     assert done.returncode != 0
-    for part in ("CollectiveFailed", "'rows'", "step 3", "rank 0 of 2", "within 4.0 s"):
+    for part in ("CollectiveFailed", "'rows'", "step 3", "rank 0 of 2", "within 10.0 s"):
         assert part in done.stderr, done.stderr
 
 

@@ -232,7 +232,7 @@ def on_rank(mesh: Mesh) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def found(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
-    ranks = run_ranks(request.param, on_mesh, on_rank, timeout_s=120)
+    ranks = run_ranks(request.param, on_mesh, on_rank)
     return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
 

@@ -23,7 +23,7 @@ def fails_on_one() -> None:
 
 
 def sleeps() -> None:
-    time.sleep(60)
+    time.sleep(600)
 
 
 def process() -> tuple[int, str | None]:
@@ -59,8 +59,9 @@ def test_a_failure_names_its_rank() -> None:
 
 
 def test_a_killed_rank_and_a_hang_are_told() -> None:
-    started = start_ranks(2, sleeps, timeout_s=1)
+    started = start_ranks(2, sleeps, timeout_s=5)
     started.processes[0].kill()
+    started.processes[0].join()
     found = started.outcomes()
     assert not found[0][0] and "died" in found[0][1]
     assert found[1] == (False, "hung")

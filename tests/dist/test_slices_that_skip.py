@@ -25,7 +25,7 @@ pytestmark = pytest.mark.multiproc
 
 @pytest.mark.slow
 def test_slices_that_skip_alone(tmp_path: Path) -> None:
-    told = run_ranks(2, skip_on_one, str(tmp_path), timeout_s=120)
+    told = run_ranks(2, skip_on_one, str(tmp_path))
     assert all("column slices of table" in one and "nan_policy" in one for one in told), told
     store = CheckpointStore(tmp_path / "run")
     # After the third step a slice had skipped a row, after the fourth none had any more.
@@ -38,7 +38,7 @@ def test_slices_that_skip_alone(tmp_path: Path) -> None:
 
 
 def skip_on_one(root: str) -> str:
-    mesh = launch.init(device="cpu", timeout_s=30)
+    mesh = launch.init(device="cpu", timeout_s=120)
     collectives, votes = mesh.collectives("checkpoints"), mesh.collectives("votes")
     job = placed_job("column_wise", mesh.world_size, mesh.rank)
     rows = range(10)

@@ -216,7 +216,7 @@ def idle_norm(model: DistributedModelParallel) -> Any:
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def found(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
-    ranks = run_ranks(request.param, on_mesh, on_rank, timeout_s=120)
+    ranks = run_ranks(request.param, on_mesh, on_rank)
     return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
 
@@ -320,7 +320,7 @@ def test_an_exchange_that_cannot_be_made_is_told_by_the_wrapper() -> None:
 def left_behind() -> tuple[bool, int]:
     """After a model was dropped: whether it is there; threads that are left once all is closed."""
     threads = set(threading.enumerate())
-    mesh = launch.init(device="cpu", timeout_s=30)
+    mesh = launch.init(device="cpu", timeout_s=120)
     model = DistributedModelParallel(SpreadModel(specs()), mesh=mesh)
     train(model, mesh.rank, 2, batches(1))
     kept = weakref.ref(model.module.tables.shard)
@@ -330,7 +330,7 @@ def left_behind() -> tuple[bool, int]:
     launch.shutdown()
     new = [one for one in threading.enumerate() if one not in threads]
     for one in new:
-        one.join(10)
+        one.join(60)
     return there, sum(one.is_alive() for one in new)
 
 
@@ -380,7 +380,7 @@ def killed_in_backward(mesh: Mesh) -> str:
 
 @pytest.mark.slow
 def test_a_rank_that_dies_before_dense_gradients_are_averaged_is_named() -> None:
-    found = start_ranks(3, on_mesh, killed_in_backward, timeout_s=60).outcomes()
+    found = start_ranks(3, on_mesh, killed_in_backward).outcomes()
     assert not found[1][0]
     for rank in (0, 2):
         good, said = found[rank]

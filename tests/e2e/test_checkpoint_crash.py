@@ -134,7 +134,7 @@ def killer(root: Path, seed: int) -> Iterator[Killer]:
         yield Killer(root, seed, pipe)
         assert pipe.stdin is not None
         pipe.stdin.close()
-        assert pipe.wait(30) == 0
+        assert pipe.wait(120) == 0
 
 
 def moments(chosen: random.Random, kills: int) -> Iterator[tuple[str, int]]:
@@ -198,7 +198,7 @@ def test_a_save_beside_a_compaction_leaves_it_alone(
     assert verify(tmp_path / "step-000000000006-full").ok
 
 
-TIMEOUT_S = 4.0
+TIMEOUT_S = 60.0
 
 
 def saved_by_two(root: str, doomed: int, stage: str, when: str) -> list[str]:
@@ -259,9 +259,7 @@ def saved_by_two(root: str, doomed: int, stage: str, when: str) -> list[str]:
 def test_a_rank_that_is_killed(
     tmp_path: Path, doomed: int, stage: str, when: str, newest: int
 ) -> None:
-    found = start_ranks(
-        2, saved_by_two, str(tmp_path), doomed, stage, when, timeout_s=60
-    ).outcomes()
+    found = start_ranks(2, saved_by_two, str(tmp_path), doomed, stage, when).outcomes()
     assert found[doomed] == (False, f"died with {-signal.SIGKILL}")
     good, heard = found[1 - doomed]
     assert good, heard

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -177,7 +176,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "often": OFTEN,
     }
     jobs = [(base / name, changes, None) for name, changes in every.items()]
-    found = dict(zip(every, run_ranks(2, run_all, jobs, timeout_s=100)[0], strict=True))
+    found = dict(zip(every, run_ranks(2, run_all, jobs)[0], strict=True))
     (found["alone"],) = run_all([(base / "alone", SMOOTH, None)])
     again = {
         "whole from 1": (cut_short(found["whole"], base / "1" / "run", 1), PLACED),
@@ -186,7 +185,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "more": (cut_short(found["alone"], base / "more" / "run", 5), SMOOTH),
     }
     later = [(base / "other", changes, str(left)) for left, changes in again.values()]
-    run_ranks(2, run_all, later, timeout_s=100)
+    run_ranks(2, run_all, later)
     found |= {name: left for name, (left, _) in again.items()}
     found["fewer"] = cut_short(found["both"], base / "fewer" / "run", 5)
     run_all([(base / "other", SMOOTH, str(found["fewer"]))])
@@ -355,7 +354,7 @@ def test_a_run_continues_after_saves_that_fail(
             (folder,) = failing(tmp_path / name, steps, 1, False)
         else:
             job = (tmp_path / name, steps, 1, False)
-            (folder,) = run_ranks(ranks, failing, *job, timeout_s=100)[0]
+            (folder,) = run_ranks(ranks, failing, *job)[0]
         return CheckpointStore(folder / "checkpoints")
 
     whole, short = saved("whole", ()), saved("short", (4,))
@@ -386,11 +385,7 @@ def test_too_many_saves_that_fail_end_the_run_and_so_does_the_last(
 def test_a_save_that_fails_ends_the_run_on_all_ranks(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="the disk is gone"):
         failing(tmp_path / "one", (4, 6, 8), 0, True)
-    began = time.monotonic()
-    outcomes = start_ranks(
-        2, failing, tmp_path / "two", (4, 6, 8), 0, True, timeout_s=100
-    ).outcomes()
-    assert time.monotonic() - began < 100
+    outcomes = start_ranks(2, failing, tmp_path / "two", (4, 6, 8), 0, True).outcomes()
     for good, text in outcomes.values():
         assert not good
         assert text != "hung"

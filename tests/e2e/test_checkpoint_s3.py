@@ -51,7 +51,7 @@ class Server:
         asked = f"{self.url}/moto-api/reset-auth"
         plain = {"Content-Type": "text/plain"}
         request = urllib.request.Request(asked, after.encode(), plain, method="POST")
-        with urllib.request.urlopen(request, timeout=30):
+        with urllib.request.urlopen(request, timeout=120):
             pass
 
 

@@ -45,7 +45,7 @@ class Job:
         process = self._start(
             *("-m", "shoal.cli", "ps", str(self.config)),
             *("--index", str(index), "--of", str(self.servers)),
-            *("--address", self.addresses[index], "--store", "store", "--save-every-s", "1"),
+            *("--address", self.addresses[index], "--store", "store", "--save-every-s", "0.3"),
         )
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -90,8 +90,8 @@ def job(tmp_path: Path) -> Iterator[Job]:
         made.end()
 
 
-def done(process: subprocess.Popen[str], timeout_s: float = 200) -> str:
-    output, _ = process.communicate(timeout=timeout_s)
+def done(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
     return output
 
@@ -103,7 +103,7 @@ def test_a_worker_trains_on_two_servers(job: Job) -> None:
     assert job.auc() > 0.55
     for server in servers:
         server.send_signal(signal.SIGTERM)
-        done(server, 60)
+        done(server)
     for index in range(2):
         store = CheckpointStore(job.folder / f"store/server-{index}-of-2")
         manifests = [store.manifest(entry.name) for entry in store.list()]
@@ -150,7 +150,7 @@ def test_two_workers_share_the_rows(job: Job, stale_updates: int) -> None:
 @pytest.mark.slow
 def test_a_run_without_servers_says_so(job: Job) -> None:
     worker = job.worker("distributed.servers.reply_s=0.2", "distributed.servers.repeats=1")
-    output, _ = worker.communicate(timeout=120)
+    output, _ = worker.communicate(timeout=200)
     assert worker.returncode == 2
     assert re.search(r"error: call to server \d at tcp://127\.0\.0\.1:\d+: got no reply", output)
     assert re.search(r"no reply of servers \[.*\], which have the rows: asking again", output)

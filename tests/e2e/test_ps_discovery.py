@@ -61,6 +61,7 @@ class Cluster:
 
     def __init__(self, folder: Path, hosts: str, servers: int = 2) -> None:
         self.folder, self.servers = folder, servers
+        self.session_s = 10  # longer than a server stands still on a busy machine
         self.where = f"zookeeper://{hosts}"
         small_run(folder, **RUN, tables={"default": {"dim": 4, "initializer": "zeros"}})
         self._processes: dict[str, BaseProcess] = {}
@@ -77,7 +78,7 @@ class Cluster:
                     *("run.yaml", "--of", str(self.servers)),
                     *("--store", "store", "--save-every-s", "0.5"),
                     f"distributed.servers.discovery={self.where}",
-                    "distributed.servers.session_s=2",
+                    f"distributed.servers.session_s={self.session_s}",
                 ],
             )
 
@@ -116,7 +117,7 @@ class Cluster:
     def connect(self) -> None:
         """A worker that adds 1 to each of its rows, again and again."""
         tables = build_tables(settings.load(self.folder / "run.yaml", environment={}))
-        self.discovery = open_discovery(self.where, job="small", session_s=2)
+        self.discovery = open_discovery(self.where, job="small", session_s=self.session_s)
         addresses = servers_of(self.discovery, self.servers, timeout_s=120)
         patience = Patience(reply_s=5, repeats=20)
         exchange = connect(addresses, tables, worker="w", patience=patience)
@@ -237,12 +238,13 @@ def test_zookeeper_stops_and_sessions_expire_while_training_goes_on(
 ) -> None:
     """Five times in each part."""
     chance = random.Random(part)
+    cluster.session_s = 2  # nobody stands by
     started(cluster, "a", "b")
     cluster.connect()
     for _ in range(5):
         zookeeper.stop()
         cluster.advance()  # the last good address book is kept
-        time.sleep(chance.uniform(0, 4))  # sessions take 2 s
+        time.sleep(chance.uniform(0, 4))
         zookeeper.start()
         both = {0, 1}
         until(lambda both=both: set(cluster.discovery.query(ROLE)) == both, 60)  # type: ignore[misc]

@@ -70,7 +70,7 @@ def test_a_server_that_is_told_to_end_loses_nothing(job: Job, case: int) -> None
     victim = chance.randrange(2)
     time.sleep(chance.uniform(0, 0.5))
     job.servers[victim].terminate()
-    job.servers[victim].join(60)
+    job.servers[victim].join(200)
     assert job.servers[victim].exitcode == 0, job.logs()
     job.start_server(victim)
     job.advance(5)

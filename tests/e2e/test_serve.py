@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from support.served_models import (
 )
 
 Served = tuple[ModelServer, Repository]
+http_get, http_post = (partial(one, timeout=60) for one in (httpx.get, httpx.post))
 
 
 @pytest.fixture(scope="module")
@@ -231,13 +233,13 @@ def test_tfserving_over_http(served: Served) -> None:
     columns = {name: array.tolist() for name, array in inputs.items()}
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     for path in (":predict", f"/versions/{version}:predict"):
-        reply = httpx.post(url + path, json={"instances": rows})
+        reply = http_post(url + path, json={"instances": rows})
         assert reply.json() == {"predictions": wanted}
-    reply = httpx.post(f"{url}:predict", json={"inputs": columns})
+    reply = http_post(f"{url}:predict", json={"inputs": columns})
     assert reply.json() == {"outputs": wanted}
-    status = httpx.get(url).json()["model_version_status"]
+    status = http_get(url).json()["model_version_status"]
     assert [(one["version"], one["state"]) for one in status] == [(str(version), "AVAILABLE")]
-    metadata = httpx.get(f"{url}/metadata").json()["metadata"]["signature_def"]["signature_def"]
+    metadata = http_get(f"{url}/metadata").json()["metadata"]["signature_def"]["signature_def"]
     dense = metadata["serving_default"]["inputs"]["dense"]
     assert dense["dtype"] == "DT_FLOAT"
     assert [dim["size"] for dim in dense["tensor_shape"]["dim"]] == ["-1", "4"]
@@ -268,43 +270,43 @@ def test_tfserving_over_http(served: Served) -> None:
 )
 def test_http_errors(path: str, body: Any, status: int, served: Served) -> None:
     content = {"content": body} if isinstance(body, bytes) else {"json": body}
-    reply = httpx.post(f"http://{served[0].http_address}{path}", **content)
+    reply = http_post(f"http://{served[0].http_address}{path}", **content)
     assert reply.status_code == status
     assert reply.json()["error"]
 
 
 def test_other_http_methods_and_sizes(served: Served) -> None:
     url = f"http://{served[0].http_address}"
-    assert httpx.get(f"{url}/v1/models/tiny:predict").status_code == 405
-    assert httpx.post(f"{url}/v1/models/tiny").status_code == 405
-    assert httpx.get(f"{url}/v2").json()["extensions"] == ["binary_tensor_data"]
+    assert http_get(f"{url}/v1/models/tiny:predict").status_code == 405
+    assert http_post(f"{url}/v1/models/tiny").status_code == 405
+    assert http_get(f"{url}/v2").json()["extensions"] == ["binary_tensor_data"]
     for size in ("5", "-1", "x", "99999999"):
         headers = {"Inference-Header-Content-Length": size}
-        reply = httpx.post(f"{url}/v2/models/tiny/infer", content=b"{}", headers=headers)
+        reply = http_post(f"{url}/v2/models/tiny/infer", content=b"{}", headers=headers)
         assert reply.status_code == 400
 
 
 def test_metrics_health_and_the_page(served: Served) -> None:
     server, models = served
     url = f"http://{server.http_address}"
-    assert httpx.get(f"{url}/healthz").text == "ok"
-    httpx.post(f"{url}/v1/models/tiny:predict", json={"instances": []})
-    metrics = httpx.get(f"{url}/metrics").text
+    assert http_get(f"{url}/healthz").text == "ok"
+    http_post(f"{url}/v1/models/tiny:predict", json={"instances": []})
+    metrics = http_get(f"{url}/metrics").text
     version = models.get("tiny").version
     assert f'shoal_model_version{{model="tiny"}} {float(version)}' in metrics
     assert 'code="INVALID_ARGUMENT"' in metrics
-    page = httpx.get(url).text
+    page = http_get(url).text
     assert f"<td>tiny</td><td>{version}</td><td>AVAILABLE</td>" in page
 
 
 def test_only_who_knows_the_token_may_ask(run: Path) -> None:
     with serving(run, token="secret") as (server, _):
         url = f"http://{server.http_address}"
-        assert httpx.get(f"{url}/healthz").status_code == 200
+        assert http_get(f"{url}/healthz").status_code == 200
         for path in ("/", "/metrics", "/v1/models/tiny", "/v2/models/tiny", "/v2"):
-            assert httpx.get(url + path).status_code == 401
+            assert http_get(url + path).status_code == 401
             good = {"authorization": "Bearer secret"}
-            assert httpx.get(url + path, headers=good).status_code == 200
+            assert http_get(url + path, headers=good).status_code == 200
         request = predict_request(tiny_inputs(1))
         for metadata in ((), (("authorization", "Bearer other"),)):
             with pytest.raises(grpc.RpcError) as caught:
@@ -318,8 +320,8 @@ def test_requests_have_a_size() -> None:
     sources = [OneSource(EchoModel())]
     with serving_sources(sources, limits=Limits(most_bytes=1000)) as (server, _):
         url = f"http://{server.http_address}/v1/models/echo:predict"
-        assert httpx.post(url, json={"instances": [1.0]}).json() == {"predictions": [2.0]}
-        reply = httpx.post(url, json={"instances": [1.0] * 1000})
+        assert http_post(url, json={"instances": [1.0]}).json() == {"predictions": [2.0]}
+        reply = http_post(url, json={"instances": [1.0] * 1000})
         assert (reply.status_code, "1000" in reply.json()["error"]) == (400, True)
         request = tfs.PredictRequest(model_spec=tfs.ModelSpec(name="echo"))
         request.inputs["x"].CopyFrom(tensor_to_tf(np.zeros(1000, np.float32)))
@@ -342,21 +344,22 @@ def test_a_request_over_http_whose_caller_left_is_not_computed() -> None:
         address = f"http://{server.http_address}"
         url = f"{address}/v1/models/echo:predict"
         with ThreadPoolExecutor(1) as pool:
-            first = pool.submit(httpx.post, url, json={"inputs": [1.0]}, timeout=60)
+            first = pool.submit(http_post, url, json={"inputs": [1.0]})
             assert model.entered.wait(60)
             leaves = http.client.HTTPConnection(server.http_address)
             leaves.request("POST", "/v1/models/echo:predict", '{"inputs": [2.0]}')
             ends = time.monotonic() + 60
-            while "shoal_waiting_requests 1.0" not in httpx.get(f"{address}/metrics").text:
+            while "shoal_waiting_requests 1.0" not in http_get(f"{address}/metrics").text:
                 assert time.monotonic() < ends
+                time.sleep(0.001)
             leaves.close()
             for _ in range(50):  # by then its loop has seen that
-                httpx.get(f"{address}/healthz")
+                http_get(f"{address}/healthz")
             model.gate.set()
             assert first.result().json() == {"outputs": [2.0]}
-            again = httpx.post(url, json={"inputs": [3.0]}, timeout=60)
+            again = http_post(url, json={"inputs": [3.0]})
             assert again.json() == {"outputs": [6.0]}
-        metrics = httpx.get(f"{address}/metrics").text
+        metrics = http_get(f"{address}/metrics").text
     assert 'code="CANCELLED",model="echo",protocol="tfserving-rest"} 1.0' in metrics
     assert model.batches == [1, 1]
 
@@ -371,7 +374,7 @@ def test_a_newer_checkpoint_is_served_without_a_failure(run: Path, tmp_path: Pat
         done = threading.Event()
 
         def ask() -> None:
-            with httpx.Client() as client:
+            with httpx.Client(timeout=60) as client:
                 while not done.is_set():
                     reply = client.post(url, json=body).json()
                     assert reply["outputs"][0]["data"] == [6.0]
@@ -383,6 +386,7 @@ def test_a_newer_checkpoint_is_served_without_a_failure(run: Path, tmp_path: Pat
             source.model = EchoModel(version=version)
             while models.get("echo").version != version or seen[-1:] != [str(version)]:
                 assert thread.is_alive()
+                time.sleep(0.001)
         done.set()
         thread.join()
         assert seen == sorted(seen)
@@ -431,7 +435,7 @@ def test_tls(tmp_path: Path) -> None:
     )  # fmt: skip
     tls = Tls(certificate, key)
     with serving_sources([OneSource(EchoModel())], tls=tls, token="t") as (server, _):
-        reply = httpx.get(f"https://{server.http_address}/healthz", verify=context(certificate))
+        reply = http_get(f"https://{server.http_address}/healthz", verify=context(certificate))
         assert reply.text == "ok"
         x = {"x": np.ones(2, np.float32)}
         address = [server.grpc_address]

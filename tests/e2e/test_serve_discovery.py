@@ -48,7 +48,7 @@ def test_a_server_is_found_while_it_serves(
     zookeeper: ZooKeeperServer, tmp_path: Path, layout: str
 ) -> None:
     run = trained(tmp_path / "runs", baselines=[])
-    nodes = Nodes(zookeeper.hosts)
+    nodes = Nodes(zookeeper.hosts, reply_s=60)
     watcher = ReplicaWatcher(nodes, AgentConfig("demo", "tiny"))
     watcher.watch_data()
     backend = ZKBackend("demo", zk_client=nodes)
@@ -84,7 +84,7 @@ def test_a_server_is_found_while_it_serves(
             zookeeper.start()
             until(lambda: nodes.client.connected and len(found()) == 1, process)
             process.send_signal(signal.SIGTERM)
-            printed, _ = process.communicate(timeout=120)
+            printed, _ = process.communicate(timeout=200)
             assert process.returncode == 0, printed
         finally:
             process.kill()

@@ -111,8 +111,8 @@ def test_requests_of_a_schema_have_a_code(tmp_path: Path) -> None:
                 database=None,
             )
             def ask(case: Any) -> None:
-                reply = case.call(base_url=url)
+                reply = case.call(base_url=url, timeout=60)
                 assert reply.status_code in (200, 400, 404, 405)
 
             ask()
-        assert httpx.get(f"{url}/healthz").text == "ok"
+        assert httpx.get(f"{url}/healthz", timeout=60).text == "ok"

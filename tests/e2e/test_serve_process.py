@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -22,16 +22,20 @@ from shoal.cli import app
 from shoal.serve.client import ReplicaSet
 from shoal.serve.loading import FolderSource
 from shoal.serve.repository import Repository
+from support import train_followed
 from support.ranks import free_port
 from support.served_models import TINY, tiny_inputs, trained
 
+WAIT_S = 120.0
 PORTS = ["--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0"]
 
 
 @contextmanager
-def process(*arguments: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
+def process(
+    *arguments: str, cwd: Path, program: Sequence[str] = ("-m", "shoal.cli")
+) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
-        [sys.executable, "-m", "shoal.cli", *arguments],
+        [sys.executable, *program, *arguments],
         cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -54,6 +58,10 @@ def addresses(running: subprocess.Popen[str]) -> tuple[str, str]:
     raise AssertionError("".join(seen))
 
 
+def get(address: str, path: str) -> httpx.Response:
+    return httpx.get(f"http://{address}/{path}", timeout=60)
+
+
 @pytest.mark.slow
 def test_it_serves_a_run_until_it_is_ended(tmp_path: Path) -> None:
     run = trained(tmp_path)
@@ -66,7 +74,7 @@ def test_it_serves_a_run_until_it_is_ended(tmp_path: Path) -> None:
             found = clients.predict("tiny", inputs, timeout_s=60)["prediction"]
         assert np.array_equal(found, model.run([model.read(inputs)])[0]["prediction"])
         running.send_signal(signal.SIGTERM)
-        assert running.wait(60) == 0
+        assert running.wait(200) == 0
 
 
 @pytest.mark.slow
@@ -97,7 +105,7 @@ def test_it_follows_a_run_that_trains(shares: int, tmp_path: Path) -> None:
     """At the end it predicts what the run's checkpoint does; also with rows in other processes."""
     publisher = f"tcp://127.0.0.1:{free_port()}"
     file = tmp_path / "run.yaml"
-    publish = {"address": publisher, "every_s": 0.05, "dense_every_s": 0.1, "linger_s": 60.0}
+    publish = {"address": publisher, "every_s": 0.05, "dense_every_s": 0.1, "linger_s": 200.0}
     file.write_text(yaml.safe_dump({**TINY, "publish": publish}))
     rows = [f"127.0.0.1:{free_port()}" for _ in range(shares)]
     options = [
@@ -112,15 +120,15 @@ def test_it_follows_a_run_that_trains(shares: int, tmp_path: Path) -> None:
             )
             for own in options
         ]
-        running = started[-1]
-        grpc_address, http_address = addresses(running)
-        assert httpx.get(f"http://{http_address}/healthz").status_code == 503
-        with process("train", str(file), cwd=tmp_path) as trainer:
+        grpc_address, http_address = [addresses(one) for one in started][-1]
+        assert get(http_address, "healthz").status_code == 503
+        followed = (train_followed.__file__, str(len(started)))
+        with process("train", str(file), cwd=tmp_path, program=followed) as trainer:
             printed, _ = trainer.communicate(timeout=240)
             assert trainer.returncode == 0, printed
-        for _ in range(600):  # each server looks for its first version once a second
-            if httpx.get(f"http://{http_address}/healthz").status_code == 200:
-                break
+        ends = time.monotonic() + WAIT_S  # each server looks for its first version once a second
+        while get(http_address, "healthz").status_code != 200:
+            assert time.monotonic() < ends
             time.sleep(0.1)
         (run,) = (tmp_path / "runs").iterdir()
         source = FolderSource(run)
@@ -128,13 +136,13 @@ def test_it_follows_a_run_that_trains(shares: int, tmp_path: Path) -> None:
         inputs = tiny_inputs(64)
         wanted = model.run([model.read(inputs)])[0]["prediction"]
         with ReplicaSet([grpc_address]) as clients:
-            for _ in range(600):  # the newest dense weights take a poll
-                found = clients.predict("tiny", inputs, timeout_s=60)["prediction"]
-                if np.array_equal(found, wanted):
-                    break
+            ends = time.monotonic() + WAIT_S  # the newest dense weights take a poll
+            while not np.array_equal(
+                clients.predict("tiny", inputs, timeout_s=60)["prediction"], wanted
+            ):
+                assert time.monotonic() < ends
                 time.sleep(0.1)
-        assert np.array_equal(found, wanted)
-        metrics = httpx.get(f"http://{http_address}/metrics").text
+        metrics = get(http_address, "metrics").text
         assert 'shoal_staleness_seconds{model="tiny"}' in metrics
 
 

@@ -23,6 +23,7 @@ from shoal.checkpoint import CheckpointStore
 from shoal.data import Batch, IdFeature, Kafka, KafkaFeed, Recipe, StreamLoader
 from support.brokers import Brokers
 from support.ranks import run_ranks
+from support.stopped_streams import stops_at, stops_once_saved
 
 pytestmark = pytest.mark.slow
 
@@ -55,6 +56,12 @@ def trained(settings: Mapping[str, Any], resume: str | None) -> tuple[int, int, 
     return result.examples, result.steps, result.rows["u"], str(result.folder)
 
 
+def trained_until(position: int, *run: Any) -> tuple[int, int, int, str]:
+    """As `trained`, of a stream that ends there."""
+    with stops_at(position):
+        return trained(*run)
+
+
 @pytest.mark.multiproc
 def test_ranks_train_each_record_once_and_others_continue(brokers: Brokers, tmp_path: Path):
     """Two ranks, then three, one of them of a silent partition, then one."""
@@ -64,9 +71,9 @@ def test_ranks_train_each_record_once_and_others_continue(brokers: Brokers, tmp_
         sent += 100
         send(brokers, sent - 100, sent)
         if ranks == 1:
-            found = [trained(settings, folder)]
+            found = [trained_until(sent, settings, folder)]
         else:
-            found = run_ranks(ranks, trained, settings, folder, timeout_s=300)
+            found = run_ranks(ranks, trained_until, sent, settings, folder, timeout_s=300)
         assert len(set(found)) == 1, "all ranks saw as many batches"
         examples, _, rows, folder = found[0]
         assert (examples, rows) == (sent, sent), "each record once: every id has a row"
@@ -83,7 +90,7 @@ def settings_of(brokers: Brokers, tmp_path: Path) -> dict[str, Any]:
                 "kind": "kafka",
                 "stream": {
                     "servers": list(brokers.servers), "topic": "clicks",
-                    "wait_s": 0.2, "idle_s": 6.0,
+                    "wait_s": 0.2,
                 },
                 "eval_paths": [str(held_out)],
                 "ids": {"u": {}},
@@ -100,21 +107,22 @@ def settings_of(brokers: Brokers, tmp_path: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def saved(settings: Mapping[str, Any]) -> tuple[int, int, int]:
+def saved(settings: Mapping[str, Any], sent: int) -> tuple[int, int, int]:
     """(examples, steps, the newest checkpoint's step) of a run that saves nothing at its end."""
-    examples, steps, _, folder = trained(settings, None)
-    newest = CheckpointStore(f"{folder}/checkpoints").latest()
+    folder = settings["checkpoint"]["dir"]
+    with stops_once_saved(folder, lambda one: one.position == sent):
+        examples, steps, *_ = trained(settings, None)
+    newest = CheckpointStore(folder).latest()
     return examples, steps, -1 if newest is None else newest.step
 
 
 @pytest.mark.multiproc
 def test_ranks_save_their_last_steps_while_a_stream_is_silent(brokers: Brokers, tmp_path: Path):
     settings = settings_of(brokers, tmp_path)
-    settings["data"]["source"]["stream"]["idle_s"] = 12.0
-    settings |= {"checkpoint": {"every_s": 1.0}}
+    settings |= {"checkpoint": {"every_s": 1.0, "dir": str(tmp_path / "saves")}}
     settings["output"]["save_model"] = False
     send(brokers, 0, 60)
-    first, second = run_ranks(2, saved, settings, timeout_s=300)
+    first, second = run_ranks(2, saved, settings, 60, timeout_s=300)
     assert first == second
     assert first[0] == 60
     assert first[1] == first[2]

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from shoal.sync.replica import Replica
 from shoal.table.factory import make_shard
 from shoal.table.hosting import HostedTables
 from shoal.table.shard import Shard
+from support import train_followed
 from support.ranks import free_port
 from support.small_runs import small_run
 
@@ -31,15 +33,15 @@ def test_a_replica_ends_with_the_rows_of_the_run(ranks: int, tmp_path: Path) -> 
     port = free_port()
     token = tmp_path / "token"
     token.write_text("between the two of us")
-    publish = {"every_s": 0.05, "dense_every_s": 0.1, "linger_s": 60.0}
+    publish = {"every_s": 0.05, "dense_every_s": 0.1, "linger_s": 200.0}
     file = small_run(tmp_path, examples=20_000, publish=publish)
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
-    if ranks == 1:
-        launcher = []
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
     addresses = [f"tcp://127.0.0.1:{port + rank}" for rank in range(ranks)]
     overrides = [f"publish.address={addresses[0]}", f"publish.token_file={token}"]
     with subprocess.Popen(
-        [sys.executable, *launcher, "-m", "shoal.cli", "train", str(file), "--", *overrides],
+        [*launcher, train_followed.__file__, "1", "train", str(file), "--", *overrides],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -66,7 +68,7 @@ def test_a_replica_ends_with_the_rows_of_the_run(ranks: int, tmp_path: Path) -> 
 @pytest.mark.slow
 def test_parameter_servers_publish_their_rows(tmp_path: Path) -> None:
     ports, port = [free_port(), free_port()], free_port()
-    publish = {"address": f"tcp://127.0.0.1:{port}", "every_s": 0.05, "linger_s": 60.0}
+    publish = {"address": f"tcp://127.0.0.1:{port}", "every_s": 0.05, "linger_s": 200.0}
     file = small_run(tmp_path, examples=20_000, publish=publish)
     addresses = [f"tcp://127.0.0.1:{one}" for one in ports]
 
@@ -97,10 +99,14 @@ def test_parameter_servers_publish_their_rows(tmp_path: Path) -> None:
             (folder,) = (tmp_path / "runs").iterdir()
             dense = FolderSource(folder, ServedShare(role="dense"))  # as an entry loads it
             assert dense.load(dense.newest() or 0).signature.inputs
+            ends = time.monotonic() + 120
+            while any(one.state != "AVAILABLE" for one in replica.status()):
+                assert time.monotonic() < ends, replica.status()
+                time.sleep(0.05)
             for server in started[:2]:
                 server.send_signal(signal.SIGTERM)
             for server in started[:2]:
-                printed, _ = server.communicate(timeout=120)
+                printed, _ = server.communicate(timeout=200)
                 assert server.returncode == 0 and "publishing at tcp://" in printed, printed
             urls = [str(tmp_path / "store" / f"server-{index}-of-2") for index in range(2)]
             shard = make_shard(tables)

@@ -13,7 +13,7 @@ class Brokers:
     def __init__(self, count: int = 3) -> None:
         options = {"test.mock.num.brokers": count, "bootstrap.servers": "mock", "log_level": 0}
         self._producer: Any = kafka.Producer(options)
-        found = self._producer.list_topics(timeout=30).brokers.values()
+        found = self._producer.list_topics(timeout=60).brokers.values()
         self.servers = tuple(f"{one.host}:{one.port}" for one in found)
 
     def send(self, topic: str, value: bytes | None, partition: int, *, at_s: int = 0) -> None:
@@ -23,7 +23,7 @@ class Brokers:
 
     def flush(self) -> None:
         """Wait until all are written."""
-        assert self._producer.flush(30) == 0
+        assert self._producer.flush(60) == 0
 
     def stop(self) -> None:
         """End the brokers; the records are gone."""

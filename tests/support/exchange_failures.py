@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -61,31 +60,30 @@ def one_table(
     return exchange, Request(batch, batch, torch.zeros(1, dtype=torch.int32), plan)
 
 
-def full_owner(timeout_s: float) -> tuple[str, str, float]:
-    """Rank 0 owns a table that is too small: what each rank raises, and how soon."""
+def full_owner(timeout_s: float) -> tuple[str, str]:
+    """Rank 0 owns a table that is too small: what each rank raises; none goes before the other."""
     spec = TableSpec(name="t", segments=(Segment(dim=2),), capacity_rows=3)
     with joined(timeout_s) as collectives:
+        end = dist.new_group()
         placement = Placement(collectives.world_size, table_wise("t", 2, 0))
         exchange, request = one_table(collectives, placement, spec)
         ctx = StepContext(global_step=7)
-        started = time.monotonic()
         try:
             exchange.combine(exchange.probe(exchange.send(request, insert=True, ctx=ctx)), ctx=ctx)
         except ShoalError as error:
-            took_s = time.monotonic() - started
             text = str(error)
             if collectives.rank == 0:
                 # It must not send a next batch to ranks that wait for the rows of this one.
                 text = went_on(exchange, request)
-                time.sleep(2 * timeout_s)  # a rank that lingers keeps no other waiting
-            return type(error).__name__, text, took_s
-    return "nothing", "", 0.0
+            dist.barrier(end)  # a rank that lingers keeps no other waiting
+            return type(error).__name__, text
+    return "nothing", ""
 
 
 def full_everywhere() -> tuple[str, list[float]]:
     """A replicated table that is too small: every rank raises, and all can continue."""
     spec = TableSpec(name="t", segments=(Segment(dim=2),), capacity_rows=3)
-    with joined(20.0) as collectives:
+    with joined(60.0) as collectives:
         placement = Placement(collectives.world_size, data_parallel("t", 2, collectives.world_size))
         exchange, request = one_table(collectives, placement, spec)
         name = "nothing"
@@ -114,7 +112,7 @@ def went_on(exchange: AllToAllExchange, request: Request) -> str:
 def wrong_time() -> tuple[str, int]:
     """A bad argument on every rank: raised before anything is sent, so all can continue."""
     spec = TableSpec(name="t", segments=(Segment(dim=2),))
-    with joined(20.0) as collectives:
+    with joined(60.0) as collectives:
         placement = plan_placement([spec], collectives.world_size)
         exchange, request = one_table(collectives, placement, spec)
         name = "nothing"
@@ -140,7 +138,7 @@ def monolith_numbers() -> tuple[Values, Values]:
     plan = compile_layouts(
         {spec.name: spec for spec in specs}, features, default_layouts(features)
     ).plan
-    with joined(20.0) as collectives:
+    with joined(60.0) as collectives:
         placement = plan_placement(specs, collectives.world_size)
         shard = CpuShard(hosted_specs(specs, placement, collectives.rank))
         exchange = AllToAllExchange(shard, placement, specs, collectives, grad_reduce="sum")
@@ -158,7 +156,7 @@ def monolith_numbers() -> tuple[Values, Values]:
 def rounded_on_the_way(kinds: Sequence[WireKind]) -> list[float]:
     """Largest error of the last step's outputs for each precision, against one process."""
     errors = []
-    with joined(20.0) as collectives:
+    with joined(60.0) as collectives:
         for kind in kinds:
             case = Case(steps=2, wire=Wire(rows=kind, grads=kind), sizes=(3, 2))
             outcome = rank_run(case, collectives)

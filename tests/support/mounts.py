@@ -58,7 +58,7 @@ class SmallDisk:
 def _run(*command: str) -> str | None:
     """None on success, else the output."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     except OSError as error:
         return str(error)
     said = " ".join((done.stderr or done.stdout).split())

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from shoal.comm import Part
 from shoal.comm.backends.mpi import MpiCollectives
 
-TIMEOUT_S = 4.0
+TIMEOUT_S = 10.0
 
 
 def loop(how: str) -> None:
@@ -36,7 +36,7 @@ def checks() -> None:
     from support.collective_checks import check_collectives
 
     torch.set_num_threads(1)
-    collectives = MpiCollectives(MPI.COMM_WORLD, 30.0)
+    collectives = MpiCollectives(MPI.COMM_WORLD, 60.0)
     check_collectives(collectives)
     collectives.close()
     collectives.close()

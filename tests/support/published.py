@@ -144,8 +144,8 @@ def serving(
         yield publishers, addresses
 
 
-def following(addresses: Sequence[str], **options: Any) -> Replica:
-    return Replica(SPECS, addresses, every_s=0.01, reply_s=1.0, secret=SECRET, **options)
+def following(addresses: Sequence[str], *, reply_s: float = WAIT_S, **options: Any) -> Replica:
+    return Replica(SPECS, addresses, every_s=0.01, reply_s=reply_s, secret=SECRET, **options)
 
 
 class Line:

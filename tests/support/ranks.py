@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
@@ -20,6 +21,7 @@ from typing import Any
 __all__ = ["RankFailure", "Ranks", "free_port", "launcher_variables", "run_ranks", "start_ranks"]
 
 TESTS = str(Path(__file__).parents[1])
+LIMIT_S = 200.0  # a rank that takes longer hangs, also on a slow machine that does much else
 
 
 class RankFailure(AssertionError):
@@ -52,7 +54,7 @@ class Ranks:
                 try:
                     found[rank] = pickle.loads(open_pipes[rank].recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    self.processes[rank].join(5)
+                    self.processes[rank].join(60)
                     found[rank] = (False, f"died with {self.processes[rank].exitcode}")
                 del open_pipes[rank]
         for rank in open_pipes:
@@ -89,7 +91,7 @@ def start_ranks(
     world_size: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout_s: float = 60,
+    timeout_s: float = LIMIT_S,
     environ: Mapping[str, str] | None = None,
 ) -> Ranks:
     """Start `function(*args)` on each of `world_size` ranks.
@@ -105,7 +107,7 @@ def run_ranks(
     world_size: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout_s: float = 60,
+    timeout_s: float = LIMIT_S,
     environ: Mapping[str, str] | None = None,
     reuse: bool = False,
 ) -> list[Any]:
@@ -176,12 +178,21 @@ def launcher_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A loopback port that nobody uses; not one that the system may give away meanwhile."""
+    """A loopback port that nobody uses, and three behind it; none that may be given away meanwhile,
+    by the system or another process of the tests."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     while True:
-        port = secrets.SystemRandom().randrange(15_000, 32_000)
+        port = 4 * secrets.SystemRandom().randrange(3_750, 8_000)
+        if port // 4 % workers != worker or port in _GIVEN:
+            continue
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
+            _GIVEN.append(port)
             return port
+
+
+_GIVEN: deque[int] = deque(maxlen=200)  # to this process, lately
 
 
 def _work(pipe: Connection) -> None:

@@ -200,7 +200,7 @@ def check_equal(outcomes: Sequence[Outcome], expected: Outcome, *, exactly: bool
 
 def on_mesh(act: Callable[..., Any], *args: Any) -> Any:
     """`act(mesh, *args)` on this rank."""
-    mesh = launch.init(device="cpu", timeout_s=30)
+    mesh = launch.init(device="cpu", timeout_s=120)
     try:
         return act(mesh, *args)
     finally:

@@ -47,6 +47,7 @@ class ZooKeeperServer:
         folder.mkdir(parents=True, exist_ok=True)
         settings = {
             "tickTime": 500,
+            "maxSessionTimeout": 60_000,
             "initLimit": 10,
             "syncLimit": 5,
             "dataDir": folder / "data",

@@ -123,7 +123,8 @@ def ps(
             published = publisher.serve(at, secret=Secret.of_file(publish.token_file))
             saves.callback(published.stop)
             print_line(out, f"publishing at {published.address}")
-        done.wait()
+        while not done.wait(1.0):  # another thread may get the signal, which does not end a wait
+            pass
         server.stop()
         if publisher is not None and run.publish is not None:
             publisher.drain(run.publish.linger_s)

@@ -239,7 +239,8 @@ def serve(
         loading = False
         what = ", ".join(models.names)
         print_line(out, f"{what}: gRPC {server.grpc_address}, HTTP {server.http_address}")
-        done.wait()
+        while not done.wait(1.0):  # another thread may get the signal, which does not end a wait
+            pass
 
 
 def _folder(run: str) -> Path:

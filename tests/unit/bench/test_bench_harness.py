@@ -94,19 +94,19 @@ def test_worker_result_survives_the_process_boundary():
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
-    ("body", "note"),
+    ("body", "note", "timeout_s"),
     [
-        ("import sys; sys.exit('no such table')", "no such table"),
-        ("pass", "exit status 0"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGBUS)", "killed by SIGBUS"),
-        ("import time; time.sleep(60)", "took longer than 1 s"),
+        ("import sys; sys.exit('no such table')", "no such table", 60.0),
+        ("pass", "exit status 0", 60.0),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGBUS)", "killed by SIGBUS", 60.0),
+        ("import time; time.sleep(60)", "took longer than 1 s", 1.0),
     ],
 )
-def test_failed_job_notes_why(tmp_path, body, note):
+def test_failed_job_notes_why(tmp_path, body, note, timeout_s):
     script = tmp_path / "worker.py"
     script.write_text(body)
     case = harness.Case(name="a", unit="x", peer="p", bar=1.0)
-    job = harness.Job(task="t", params={}, cases=(case,), timeout_s=1.0)
+    job = harness.Job(task="t", params={}, cases=(case,), timeout_s=timeout_s)
     found = harness.run_job(job, script)
     assert note in found["a"].note
     assert harness.as_row(case, found["a"])["ok"] is False

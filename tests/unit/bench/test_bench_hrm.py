@@ -152,7 +152,7 @@ def test_the_large_table_needs_no_hydra(tmp_path: Path) -> None:
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
         cwd=FILE.parent,
         check=False,
     )
@@ -161,7 +161,7 @@ def test_the_large_table_needs_no_hydra(tmp_path: Path) -> None:
 
 def test_a_learning_job_runs_from_the_command_line(tmp_path: Path) -> None:
     command = [sys.executable, str(FILE), "--quick", "--case", "Sudoku, seed 1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
     (row,) = [line for line in done.stdout.splitlines() if line.startswith("4 x 4 Sudoku, seed 1,")]
     assert "1 CPU s" in row and "steps, cells 0." in row

@@ -29,13 +29,13 @@ class Held:
 
         def wait_and_commit(writer: Saving, manifest: Any) -> None:
             there.set()
-            assert self.go.wait(20)
+            assert self.go.wait(60)
             commit(writer, manifest)
 
         with monkeypatch.context() as patch:
             patch.setattr(Saving, "_commit", wait_and_commit)
             self.saving = saving.begin(root, job.contents(), step=job.steps, position=job.steps)
-            assert there.wait(20)
+            assert there.wait(60)
         saving._begun.discard(self.saving)
 
 

@@ -16,9 +16,10 @@ from support.shards import CUDA
 pytestmark = pytest.mark.multiproc
 
 PROGRAM = """
-import os, sys
+import os, sys, threading
 import torch
 from shoal.checkpoint import Contents, begin
+from shoal.checkpoint.saving import Saving
 from shoal.rules.optimizers import Adagrad
 from shoal import Segment, TableSpec
 from shoal.table.cpu.shard import CpuShard
@@ -41,6 +42,8 @@ def put(rows):
     shard.assign(groups_of((0, list(range(rows)))), (torch.ones(rows, 32),), ctx=StepContext())
 
 put(ROWS)
+goes_on, write_all = threading.Event(), Saving._write_all
+Saving._write_all = lambda *given: goes_on.wait(60) and write_all(*given)
 contents = Contents(tables={"m": HostedTables((spec,), bare)})
 saving = begin(url, contents, step=1, position=1)
 assert not saving.done
@@ -57,6 +60,7 @@ elif how == "forked":
     if child == 0:
         sys.exit(7)  # its own end, which waits for no thread of its parent's
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+goes_on.set()
 """
 
 
@@ -68,7 +72,7 @@ def left(url: Path, how: str, home: str = "cpu") -> tuple[list[str], str]:
         capture_output=True,
         text=True,
         env=environ,
-        timeout=120,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -51,7 +51,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ZooKeeperServer
 
 @pytest.fixture
 def nodes(server: ZooKeeperServer) -> Iterator[Nodes]:
-    one = Nodes(server.hosts)
+    one = Nodes(server.hosts, reply_s=60)
     yield one
     one.close()
 
@@ -176,7 +176,7 @@ def test_a_session_that_was_given_stays_open(server: ZooKeeperServer, nodes: Nod
 def test_a_node_that_another_session_has_is_not_released(
     server: ZooKeeperServer, nodes: Nodes
 ) -> None:
-    other = Nodes(server.hosts)
+    other = Nodes(server.hosts, reply_s=60)
     try:
         nodes.hold("/owned/a", b"1")
         other.hold("/owned/a", b"2")

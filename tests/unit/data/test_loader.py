@@ -139,10 +139,12 @@ def test_errors_of_the_source_reach_the_caller(prefetch: int):
 
 
 def test_a_loop_that_stops_early_leaves_no_thread():
+    before = set(threading.enumerate())
     batches = iter(Loader(source(), 1))
     next(batches)
     batches.close()  # type: ignore[attr-defined]
-    assert not [thread for thread in threading.enumerate() if thread.name == "shoal-loader"]
+    after = [one for one in threading.enumerate() if one.name == "shoal-loader"]
+    assert not set(after) - before
 
 
 @pytest.mark.parametrize("position", [-5, 3, 24, 51])

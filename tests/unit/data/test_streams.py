@@ -320,7 +320,8 @@ def test_partitions_that_are_added_are_read(sent: Sent, monkeypatch: pytest.Monk
     for rank, wanted in enumerate([[0, 3, 4, 7], [1, 5], [2, 6]]):
         found.clear()
         # All that others take, which this test leaves out.
-        loader = sent.loader(6, share=RankShare(rank, 3), stream={"wait_s": 0.2, "idle_s": 3.0})
+        share, stream = RankShare(rank, 3), {"wait_s": 0.2}
+        loader = sent.loader(6, share=share, stream=stream, max_examples=len(wanted))
         loader.agree = lambda mine, own=rank: [mine if n == own else silent for n in range(3)]
         batches = list(loader)
         assert sorted(users(batches)) == wanted
@@ -360,9 +361,20 @@ def test_a_partition_that_is_added_waits_for_where_it_begins(
 def test_a_silent_stream_pauses_as_often_as_it_is_asked_to(sent: Sent, least: int):
     """Whatever came that is too little for a batch waits."""
     sent.send(*(as_json(n) for n in range(3 + least)), partition=0)
-    loader = sent.loader(4, stream={"wait_s": 0.2, "idle_s": 2.0}, least=least)
-    asked = [True, True]
-    loader.asks_pause = lambda: bool(asked) and asked.pop()
+    loader = sent.loader(4, stream={"wait_s": 0.2}, least=least)
+    read, asked = loader.feed.read, [True, True]
+
+    def reads(most: int, _: float) -> Any:
+        loader.feed.read = read  # type: ignore[method-assign]
+        return read(most, 60.0)  # all of the first batch, however slow the brokers are
+
+    def asks() -> bool:
+        if not asked:
+            loader.stop()
+        return bool(asked) and asked.pop()
+
+    loader.asks_pause = asks
+    loader.feed.read = reads  # type: ignore[method-assign]
     batches = list(loader)
     assert [batch.pauses for batch in batches] == [False, True, True]
     assert {batch.position for batch in batches} == {4}
@@ -373,12 +385,18 @@ def test_a_silent_stream_pauses_as_often_as_it_is_asked_to(sent: Sent, least: in
 def test_a_rank_without_examples_pauses_the_others_once_they_have_none(sent: Sent):
     sent.send(*(as_json(n) for n in range(12)), partition=1)
     loaders = [
-        sent.loader(4, share=RankShare(rank, 2), stream={"wait_s": 0.2, "idle_s": 3.0})
-        for rank in range(2)
+        sent.loader(4, share=RankShare(rank, 2), stream={"wait_s": 0.2}) for rank in range(2)
     ]
     paused: list[int] = []
     loaders[0].asks_pause = lambda: not paused
-    first, second = on_ranks(loaders, 0, None, lambda batch: batch.pauses and paused.append(1))
+
+    def look(batch: Batch) -> None:
+        if batch.pauses:
+            paused.append(batch.position)
+        if paused and batch.position == 12:
+            loaders[0].stop()
+
+    first, second = on_ranks(loaders, 0, None, look)
     assert [batch.pauses for batch in first] == [batch.pauses for batch in second]
     assert any(batch.pauses for batch in first)
     assert sorted(users(second)) == list(range(12))
@@ -430,11 +448,14 @@ def test_options_that_librdkafka_refuses(mock: Brokers, option: tuple[str, str])
         next(loader.batches())
 
 
-@pytest.mark.slow
 def test_a_stream_that_is_idle_ends(sent: Sent):
     sent.send(*(as_json(n) for n in range(5)), partition=1)
-    batches = list(sent.loader(4, stream={"wait_s": 1.0, "idle_s": 10.0}))
-    assert users(batches) == list(range(5))
+    loader, found = sent.loader(4, stream={"wait_s": 0.2}), []
+    for batch in loader:
+        found += users([batch])
+        if len(found) == 5:
+            loader._idle_s = 1.0
+    assert found == list(range(5))
 
 
 @pytest.mark.slow
@@ -442,9 +463,11 @@ def test_lost_brokers_are_waited_for_and_reported(caplog: pytest.LogCaptureFixtu
     own = Brokers()
     sent = Sent(own)
     sent.send(*(as_json(n) for n in range(4)), partition=0)
-    loader = sent.loader(4, stream={"idle_s": 3.0})
+    loader = sent.loader(4, stream={"wait_s": 0.2})
     batches = loader.batches()
-    assert users([next(batches)]) == [0, 1, 2, 3]
+    begun = users([next(batches)])
+    while len(begun) < 4:
+        begun += users([next(batches)])
     got: list[Batch] = []
     reader = threading.Thread(target=lambda: got.extend(batches))
     with caplog.at_level(logging.WARNING, logger="shoal.data"):
@@ -454,6 +477,8 @@ def test_lost_brokers_are_waited_for_and_reported(caplog: pytest.LogCaptureFixtu
         while not loader.feed.lost and time.monotonic() < until_s:
             time.sleep(0.05)
         assert loader.feed.lost
+        time.sleep(1.0)
+        loader._idle_s = 3.0
         time.sleep(4.0)
         assert reader.is_alive(), "an outage is no end of a stream"
     loader.stop()

@@ -52,7 +52,7 @@ def opened(request: pytest.FixtureRequest) -> Iterator[Opened]:
             every.append(Memory(space))
         else:
             hosts = request.getfixturevalue("server").hosts
-            every.append(ZooKeeper(hosts, path, session_s=4))
+            every.append(ZooKeeper(hosts, path, session_s=30, connect_s=60))
         return every[-1]
 
     yield one
@@ -181,7 +181,7 @@ def test_bad_registrations_are_refused(
 def test_junk_in_zookeeper_is_passed_over(server: ZooKeeperServer) -> None:
     from kazoo.client import KazooClient
 
-    one, seen = ZooKeeper(server.hosts, "/junk/job"), Seen()
+    one, seen = ZooKeeper(server.hosts, "/junk/job", connect_s=60), Seen()
     client = KazooClient(hosts=server.hosts)
     client.start()
     try:
@@ -316,7 +316,7 @@ def test_a_discovery_is_opened_by_its_name(server: ZooKeeperServer) -> None:
     variables = {"TF_CONFIG": json.dumps(CLUSTER)}
     assert open_discovery("tf_config", job="j", environment=variables).query("ps")
     one = open_discovery(f"zookeeper://{server.hosts}", job="a-job")
-    other = ZooKeeper(server.hosts, "/monolith/a-job")
+    other = ZooKeeper(server.hosts, "/monolith/a-job", connect_s=60)
     try:
         assert one.register("ps", 0, "h:1")
         assert other.query("ps") == {0: "h:1"}
@@ -337,8 +337,8 @@ def test_a_session_that_expires_registers_again(server: ZooKeeperServer, tmp_pat
     from support.zookeeper import expire
 
     one, other, seen = (
-        ZooKeeper(server.hosts, "/expiring"),
-        ZooKeeper(server.hosts, "/expiring"),
+        ZooKeeper(server.hosts, "/expiring", connect_s=60),
+        ZooKeeper(server.hosts, "/expiring", connect_s=60),
         Seen(),
     )
     try:

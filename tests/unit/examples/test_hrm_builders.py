@@ -225,7 +225,7 @@ def test_arc_without_tasks_or_with_too_many_files_is_refused(
 def test_a_builder_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
     command = [sys.executable, build_arc.__file__, "--train-tasks", str(tmp_path / "none.json")]
     command += ["--output-dir", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ") and "none.json" in line and "Traceback" not in line

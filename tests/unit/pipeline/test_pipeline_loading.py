@@ -24,7 +24,7 @@ def answer(loader: Prefetcher) -> Any:
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(loader.take()), daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(60)
     assert found, "no answer"
     return found[0]
 
@@ -66,16 +66,16 @@ def test_a_closed_loader_leaves_the_rest_of_its_source() -> None:
             read.append(number)
             if number == 0:
                 first.set()
-                assert go.wait(10)
+                assert go.wait(60)
             yield torch.zeros(1)
 
     loader = Prefetcher(source(), CPU, one)
     for index in range(4):
         loader.ask(index)
-    assert first.wait(10)
+    assert first.wait(60)
     loader.close()
     go.set()
-    loader.thread.join(10)
+    loader.thread.join(60)
     assert not loader.thread.is_alive()
     assert read == [0]
 

@@ -44,12 +44,13 @@ def measured() -> Topology:
 @pytest.mark.slow
 @pytest.mark.multiproc
 def test_two_ranks_measure_their_links_and_whole_steps() -> None:
-    found = run_ranks(2, measured, timeout_s=120)[0]
+    found = run_ranks(2, measured)[0]
     assert (found.nodes, found.local_size) == (1, 2)
     rates = found.rates
     assert rates.intra != ASSUMED["cpu"].intra and rates.intra_latency_s > 0
     assert min(rates.step_s, rates.table_s, rates.slice_s, rates.occurrence_s) >= 0
-    assert rates.repeat > 0 and rates.occurrence_s + rates.step_s > 0
+    assert rates.repeat > 0
+    assert rates.step_s + rates.table_s + rates.slice_s + rates.occurrence_s > 0
 
 
 def measured_links() -> Topology:
@@ -60,7 +61,7 @@ def measured_links() -> Topology:
 @pytest.mark.slow
 @pytest.mark.multiproc
 def test_two_nodes_measure_the_link_between_them() -> None:
-    first, second = run_ranks(2, measured_links, timeout_s=120, environ={"LOCAL_WORLD_SIZE": "1"})
+    first, second = run_ranks(2, measured_links, environ={"LOCAL_WORLD_SIZE": "1"})
     assert (first.nodes, first.local_size) == (2, 1)
     assert first.rates.intra == ASSUMED["cpu"].intra
     for name in ("cross", "cross_latency_s"):
@@ -135,5 +136,5 @@ def timed_on_one_rank() -> list[float]:
 @pytest.mark.slow
 @pytest.mark.multiproc
 def test_one_rank_measures_what_slices_of_several_cost() -> None:
-    (found,) = run_ranks(1, timed_on_one_rank, timeout_s=120)
+    (found,) = run_ranks(1, timed_on_one_rank)
     assert min(found) >= 0 and sum(found) > 0

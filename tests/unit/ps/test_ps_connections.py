@@ -56,7 +56,10 @@ def test_workers_that_come_and_go() -> None:
         assert bytes_after <= bytes_before + SPARE_BYTES
         assert threading.active_count() <= own_threads
         assert len(os.listdir("/proc/self/fd")) <= own_files + 2
-        assert len(os.listdir(f"/proc/{server.process.pid}/fd")) < 60
+        ends = time.monotonic() + 60  # the server's sockets close behind its replies
+        while len(os.listdir(f"/proc/{server.process.pid}/fd")) >= 60:
+            assert time.monotonic() < ends
+            time.sleep(0.05)
 
 
 def test_a_client_closes_though_a_waiter_was_quicker() -> None:
@@ -80,7 +83,7 @@ def test_a_client_closes_though_a_waiter_was_quicker() -> None:
     reply = client.call(0, b"", timeout_s=0.5)
     waiter = threading.Thread(target=lambda: client.wait([reply]), daemon=True)
     waiter.start()
-    while not client._turn.locked():
+    while waiter.is_alive() and not client._turn.locked():
         time.sleep(0.001)
     closer = threading.Thread(target=client.close, daemon=True)
     closer.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import sys
 import threading
@@ -220,9 +221,13 @@ def test_a_worker_with_the_wrong_token_ends(
         monkeypatch.setattr(transport, "_local", lambda address: None)
     rows = TableServer(SPECS, index=0, of=1)
     server = rows.serve("tcp://127.0.0.1:0", secret=theirs)
-    patience = Patience(reply_s=2, repeats=3, pause_s=0.1) if unix else Patience(2, 0)
-    with pytest.raises(ServerLost, match=r"greetings failed.*another token(.|\n)*one token file"):
-        connect([server.address], SPECS, secret=own, patience=patience)
+    repeats = 3 if unix else 0
+    for reply_s in (2, 20, 60):  # until greetings have failed, on a busy machine
+        with pytest.raises(ServerLost) as lost:
+            connect([server.address], SPECS, secret=own, patience=Patience(reply_s, repeats, 0.1))
+        if "greetings failed" in str(lost.value):
+            break
+    assert re.search(r"greetings failed.*another token(.|\n)*one token file", str(lost.value))
     assert health_of([server.address], secret=own, timeout_s=0.5) == [None]
     worker = connect([server.address], SPECS, secret=theirs).shard  # as if nothing had been
     worker.servers.close()
@@ -235,12 +240,16 @@ def test_a_server_with_a_token_is_told_though_it_never_hangs_up() -> None:
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + b"\1" + bytes(31)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = Client([f"tcp://127.0.0.1:{listener.getsockname()[1]}"])
-        listener.settimeout(30)
+        listener.settimeout(60)
         theirs, _ = listener.accept()
         with theirs:
             theirs.sendall(greeting)
+            waiting, ends = client.call(0, b"", timeout_s=600), time.monotonic() + 60
+            while not client._failed_greetings[0]:
+                assert time.monotonic() < ends
+                client.wait([waiting], 0.05)
             with pytest.raises(ServerLost, match=r"greetings failed.*another token"):
-                client.call(0, b"", timeout_s=5).result()
+                client.call(0, b"", timeout_s=0.1).result()
         client.close()
 
 
@@ -277,9 +286,10 @@ def test_the_health_of_servers(served: tuple[TableServer, Server], tmp_path: Pat
         rows = rows_of(server)
         rows.assign(groups(9), [torch.ones(9, 64)], ctx=StepContext())
         saver.save()
-        lost, found = health_of([gone, server.address], timeout_s=2)
-        assert lost is None
-        assert found is not None
+        found = None
+        while found is None:  # one that is late on a busy machine counts as lost
+            lost, found = health_of([gone, server.address], timeout_s=2)
+            assert lost is None
         assert found.pop("saved") == table.saved
         assert found == {
             "state": "serving",
@@ -320,7 +330,7 @@ def test_updates_that_a_server_lost_are_counted_at_the_end() -> None:
     assert rows.servers.count_lost() == 2
     rows.servers.close()
     assert rows.servers.staleness.lost == 2
-    (health,) = health_of([server.address])
+    (health,) = health_of([server.address], timeout_s=60)
     assert health is not None
     assert health["lost"] == 2
     server.stop()
@@ -390,7 +400,7 @@ def test_a_worker_that_never_updated_is_not_remembered(served: tuple[TableServer
     rows = rows_of(server)
     rows.find(groups(3))
     rows.servers.close()
-    (health,) = health_of([server.address])
+    (health,) = health_of([server.address], timeout_s=60)
     assert health is not None
     assert health["workers"] == 0
 
@@ -517,8 +527,8 @@ def test_an_update_that_was_given_up_is_not_applied_with_other_values(
     specs = (TableSpec(name="t", segments=(Segment(dim=4, initializer=Zeros()),)),)
     server = TableServer(specs, index=0, of=1).serve("tcp://127.0.0.1:0")
     address = server.address
-    patience = Patience(reply_s=0.5, repeats=0)
-    rows: RowsOverServers = connect([address], specs, patience=patience).shard
+    rows: RowsOverServers = connect([address], specs).shard
+    rows.servers._patience = Patience(reply_s=0.5, repeats=0)
     server.stop()
     added = torch.ones(20_000, 4)
     with pytest.raises(ServerLost):

@@ -25,14 +25,23 @@ class SlowModel(EchoModel):
         super().__init__()
         self.gate, self.entered = threading.Event(), threading.Event()
         self.threads: list[int] = []
+        self.running = 0  # until the gate opens
 
     def run(self, requests: Sequence[np.ndarray]) -> list[Any]:
+        self.running += 1
         self.entered.set()
         assert self.gate.wait(60)
         self.threads.append(threading.get_ident())
         if any((one < 0).any() for one in requests):
             raise InputError("x", "negative", "0 or more", "Be positive.")
         return super().run(requests)
+
+
+def until(reached: Callable[[], bool]) -> None:
+    ends = time.monotonic() + 60
+    while not reached():
+        assert time.monotonic() < ends
+        time.sleep(0.001)
 
 
 def asked(
@@ -56,10 +65,7 @@ def asked(
         assert model.entered.wait(60)
         for number in numbers[1:]:
             replies.append(pool.submit(ask, number))
-            ends = time.monotonic() + 60
-            while not replies[-1].done() and batcher.waiting < len(replies) - 1:
-                assert time.monotonic() < ends
-                time.sleep(0.001)
+            until(lambda: replies[-1].done() or batcher.waiting >= len(replies) - 1)
         model.gate.set()
         return [one.exception() or one.result() for one in replies]
 
@@ -186,6 +192,8 @@ def test_two_workers_share_what_is_slow_and_one_takes_all_that_is_quick(is_local
         assert model.entered.wait(60)
         model.entered.clear()
         others = [pool.submit(ask, k) for k in (1, 2)]
+        if is_local:
+            until(lambda: batcher.waiting == 2)
         entered.append(model.entered.wait(0.2 if is_local else 60))
         model.gate.set()
         for one in (first, *others):
@@ -237,7 +245,7 @@ def test_what_a_leader_cannot_join_is_led_by_others() -> None:
     first = SlowModel()  # both workers are busy while the others come
     with ThreadPoolExecutor(8) as pool:
         busy = [pool.submit(batcher.predict, first, lambda: np.zeros(1, np.float32)) for _ in "12"]
-        assert first.entered.wait(60)
+        until(lambda: first.running == 2)
         rows = [10, 10]
         asked = [
             pool.submit(
@@ -245,9 +253,7 @@ def test_what_a_leader_cannot_join_is_led_by_others() -> None:
             )
             for n in rows
         ]
-        ends = time.monotonic() + 60
-        while batcher.waiting < len(rows):
-            assert time.monotonic() < ends
+        until(lambda: batcher.waiting == len(rows))
         model.gate.set()
         first.gate.set()
         assert [len(one.result()["y"]) for one in asked] == rows

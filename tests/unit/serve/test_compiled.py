@@ -30,6 +30,7 @@ def module(seed: int) -> nn.Module:
 
 
 @pytest.mark.slow  # compiles
+@pytest.mark.timeout(900)
 def test_one_package_serves_the_weights_of_each(tmp_path: Path) -> None:
     first, other = module(0), module(1)
     folder = tmp_path / "cache"

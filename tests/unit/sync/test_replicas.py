@@ -135,7 +135,7 @@ def test_what_is_lost_or_damaged_is_asked_for_again(seed: int) -> None:
     train(ranks, draw)
     with (
         serving(ranks, lambda one: Line(one, draw)) as (publishers, addresses),
-        following(addresses) as replica,
+        following(addresses, reply_s=1.0) as replica,
     ):
         for _ in range(8):
             train(ranks, draw)
@@ -359,7 +359,8 @@ def test_int8_rows_are_as_close_as_their_scale_allows() -> None:
             assert replica.specs[table].dtype == "int8"
 
 
-def test_the_numbers_of_replicas_and_publishers() -> None:
+def test_the_numbers_of_replicas_and_publishers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.sync.status._RATE_S", 600.0)
     ranks, draw = trainers(1), random.Random(18)
     train(ranks, draw)
     with serving(ranks) as (publishers, addresses), following(addresses) as replica:

@@ -17,7 +17,6 @@ def random_ids(seed: int) -> torch.Tensor:
     return torch.randint(-(2**62), 2**62, (ROUNDS, IDS_A_ROUND), generator=generator)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("on_full", ["lru", "lfu"])
 @pytest.mark.parametrize("capacity_rows", [16, 64, 128])
 def test_a_full_table_takes_new_ids_for_ever(capacity_rows: int, on_full: str) -> None:
@@ -38,7 +37,6 @@ def test_a_full_table_takes_new_ids_for_ever(capacity_rows: int, on_full: str) -
     assert stats.inserted - stats.evicted == stats.rows == len(table)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("ttl_s", [4, 16, 32])
 def test_rows_that_expire_make_room_for_ever(ttl_s: int) -> None:
     table = Table(TableSpec(name="ttl", segments=(SEGMENT,), expiry=Expiry(ttl_s=ttl_s)))

@@ -41,7 +41,7 @@ def outcome(child: Callable[[], bool]) -> int:
         code = 1
         try:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(30)  # one that hangs ends by it
+            signal.alarm(120)  # one that hangs ends by it
             code = RIGHT if child() else 2
         except ShoalError as error:
             code = REFUSED if "forkserver" in str(error) else 4
@@ -94,7 +94,7 @@ def test_children_forked_under_load_work_or_say_why_not(verb: str) -> None:
         for thread in threads:
             thread.start()
         for begun in running:
-            assert begun.wait(30)
+            assert begun.wait(60)
         outcomes = [outcome(lambda: used(shard)) for _ in range(30)]
     finally:
         stop.set()

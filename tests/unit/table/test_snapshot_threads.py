@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,7 @@ def test_readers_beside_trainers(buffer_bytes: int, readers: int) -> None:
         threading.Lock()
     )  # nothing may change between the snapshot point and the copy to compare with
     failures: list[BaseException] = []
+    steps = [0, 0]
 
     def train(seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -48,6 +50,7 @@ def test_readers_beside_trainers(buffer_bytes: int, readers: int) -> None:
                 if step % 5 == 0:
                     shard.evict(step)
                     shard.close_version()
+                steps[seed] = step
 
     copied = []
 
@@ -55,8 +58,10 @@ def test_readers_beside_trainers(buffer_bytes: int, readers: int) -> None:
         for turn in range(8 // readers):
             with hold:
                 want = shard.export(0)
-                snapshot = shard.snapshot(buffer_bytes=buffer_bytes)
+                snapshot, before = shard.snapshot(buffer_bytes=buffer_bytes), sum(steps)
             with snapshot:
+                while turn == 0 and sum(steps) < before + 2 and not failures:
+                    time.sleep(0.001)  # until trainers have changed some
                 for _ in range(pace):
                     assert_same(in_pieces(snapshot, 0, 1 + 5 * turn), want)
                 assert int(snapshot.histogram(0, 6).sum()) == len(want.ids)
@@ -136,7 +141,7 @@ def test_a_forked_child_trains_on_without_the_snapshot() -> None:
         code = 1
         try:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(30)
+            signal.alarm(120)
             shard.assign_add(ids, ones, ctx=ctx)
             try:
                 younger.read(0, 0, HASHES)

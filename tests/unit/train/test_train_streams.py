@@ -7,9 +7,9 @@ import json
 import math
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,11 @@ from rich.console import Console
 
 from shoal import config, train
 from shoal.checkpoint import CheckpointStore
-from shoal.data import StreamLoader
+from shoal.data import KafkaFeed
 from shoal.errors import ConfigError, DataError, InputError
 from shoal.models.tasks import sampled_logits
 from support.brokers import Brokers
+from support.stopped_streams import stops_once_saved
 
 EXAMPLES = 200
 BATCH = 8
@@ -204,21 +205,32 @@ def test_the_config_of_the_page_trains_publishes_and_names_bad_records(
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 4, 30])
 def test_a_pipeline_saves_its_last_steps_while_a_stream_is_silent(
-    settings: dict[str, Any], accumulation: int
+    settings: dict[str, Any], accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """It has begun with batches that nothing follows; the end of the run saves nothing.
 
     Batches that are no whole step wait for others, which do not come.
     """
-    settings["data"]["source"]["stream"] |= {"wait_s": 1.0, "idle_s": 8.0}
-    settings["checkpoint"] = {"every_s": 1.0}
+    whole = EXAMPLES // BATCH // accumulation
+    settings["data"]["source"]["stream"] |= {"wait_s": 1.0, "idle_s": None if whole else 8.0}
+    settings["checkpoint"] = {"every_s": 1.0, "dir": str(tmp_path / "saves")}
     settings |= {"distributed": {"staleness": 1}, "accumulation": accumulation}
     settings["output"]["save_model"] = False
-    result = run(settings)
+    read, came = KafkaFeed.read, [0]
+
+    def reads(feed: KafkaFeed, most: int, timeout_s: float) -> Any:
+        """Batches are full, however slow the brokers are."""
+        found = read(feed, most, timeout_s if came[0] == EXAMPLES else 60.0)
+        came[0] += 0 if found is None else found.rows_N.numel()
+        return found
+
+    monkeypatch.setattr(KafkaFeed, "read", reads)
+    saves = stops_once_saved(str(tmp_path / "saves"), lambda one: one.step == whole)
+    with saves if whole else nullcontext():
+        result = run(settings)
     assert result.examples == EXAMPLES
     assert result.steps == -(-EXAMPLES // BATCH // accumulation)
-    newest = CheckpointStore(str(result.folder / "checkpoints")).latest()
-    whole = EXAMPLES // BATCH // accumulation
+    newest = CheckpointStore(str(tmp_path / "saves")).latest()
     assert (0 if newest is None else newest.step) == whole
 
 
@@ -250,30 +262,8 @@ def test_a_silent_stream_does_not_hold_up_saves(
     """No batch comes after the last record, and the save of what it taught is due then."""
     monkeypatch.setattr("shoal.data.loader._WAITS_S", 0.1)
     settings["checkpoint"] = {"every_s": 1.0, "dir": str(tmp_path / "saves")}
-    stopped: list[StreamLoader] = []
-    start = StreamLoader.batches
-
-    def started(loader: StreamLoader, position: int = 0) -> Any:
-        stopped.append(loader)
-        return start(loader, position)
-
-    monkeypatch.setattr(StreamLoader, "batches", started)
-    store, found = CheckpointStore(str(tmp_path / "saves")), []
-
-    def watch() -> None:
-        until_s = time.monotonic() + 50
-        while not found and time.monotonic() < until_s:
-            newest = store.latest()
-            if newest is not None and newest.step == EXAMPLES // BATCH:
-                found.append(newest.step)
-            time.sleep(0.05)
-        stopped[0].stop()
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    run(settings)
-    watcher.join(60)
-    assert found == [EXAMPLES // BATCH]
+    with stops_once_saved(str(tmp_path / "saves"), lambda one: one.step == EXAMPLES // BATCH):
+        run(settings)
 
 
 def test_a_run_on_files_is_not_continued_as_a_replay(settings: dict[str, Any]):
