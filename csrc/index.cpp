@@ -79,7 +79,9 @@ void Index::set_limit(std::uint32_t stripe) {
 }
 
 void Index::resize(std::uint32_t stripe, std::uint32_t lines) {
-  Block block(static_cast<std::size_t>(lines) * sizeof(Line));
+  const std::size_t bytes = static_cast<std::size_t>(lines) * sizeof(Line);
+  // The lines of a small table; a large one's stripes are of many sizes, which fit no other's.
+  Block block = stripes_.size() == 1 ? Block::packed(bytes, true) : Block(bytes);
   Line* fresh = reinterpret_cast<Line*>(block.data());
   each_of(views_[stripe], [&](std::int64_t id, std::int32_t row) {
     place(fresh, lines, hash_of(id, salt_), id, row);

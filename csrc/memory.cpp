@@ -31,19 +31,27 @@ char* aligned(void* mapping, std::size_t to, std::size_t huge_bytes) {
   return start;
 }
 
+}  // namespace
+
+std::mutex& packed_blocks_mutex() {
+  static std::mutex* const mutex = new std::mutex();  // outlives every block
+  return *mutex;
+}
+
 // Packed blocks lie in huge pages next to each other: a step over a thousand small tables reads few
 // page tables (decision 0032). A block that comes back waits for the next of its size; a chunk goes
 // back to the system when all its blocks have come back.
 class PackedBlocks {
  public:
-  static PackedBlocks& instance() {
-    static PackedBlocks* const blocks = new PackedBlocks();  // outlives every block
-    return *blocks;
+  static PackedBlocks& of(bool outgrown) {
+    static PackedBlocks* const kept = new PackedBlocks(16 * kHuge);
+    static PackedBlocks* const moving = new PackedBlocks(2 * kHuge);
+    return outgrown ? *moving : *kept;
   }
 
   char* take(std::size_t bytes) {
     const Size size(bytes);
-    const std::lock_guard guard(mutex_);
+    const std::lock_guard guard(packed_blocks_mutex());
     char* data = reinterpret_cast<char*>(free_[size.number]);
     if (data != nullptr) {
       free_[size.number] = free_[size.number]->next;
@@ -52,22 +60,20 @@ class PackedBlocks {
       left_ -= size.bytes;
       data = std::exchange(next_, next_ + size.bytes);
     }
-    ++chunk_of(data)->taken;
+    ++chunk_at(data)->taken;
     return data;
   }
 
   void give_back(char* data, std::size_t bytes) noexcept {
     const Size size(bytes);
-    const std::lock_guard guard(mutex_);
+    const std::lock_guard guard(packed_blocks_mutex());
     free_[size.number] = new (data) Free{free_[size.number]};
-    Chunk* const chunk = chunk_of(data);
-    if (--chunk->taken == 0 && chunk != chunk_of(next_ - 1)) drop(chunk);
+    Chunk* const chunk = chunk_at(data);
+    if (--chunk->taken == 0 && chunk != chunk_at(next_ - 1)) drop(chunk);
   }
 
-  std::mutex& mutex() { return mutex_; }
-
  private:
-  static constexpr std::size_t kChunk = 16 * kHuge;  // of addresses; pages come when touched
+  explicit PackedBlocks(std::size_t chunk_bytes) : chunk_bytes_(chunk_bytes) {}
 
   struct Free {
     Free* next;
@@ -87,40 +93,36 @@ class PackedBlocks {
     std::size_t bytes = 0, number = 0;
   };
 
-  static Chunk* chunk_of(const void* data) {
-    return reinterpret_cast<Chunk*>(reinterpret_cast<std::uintptr_t>(data) & ~(kChunk - 1));
+  Chunk* chunk_at(const void* data) const {
+    return reinterpret_cast<Chunk*>(reinterpret_cast<std::uintptr_t>(data) & ~(chunk_bytes_ - 1));
   }
 
   void begin_chunk() {
-    void* const mapping = map(2 * kChunk);
-    char* const start = aligned(mapping, kChunk, kChunk);
+    void* const mapping = map(2 * chunk_bytes_);
+    char* const start = aligned(mapping, chunk_bytes_, chunk_bytes_);
     new (start) Chunk{mapping, 0};
     next_ = start + sizeof(Chunk);
-    left_ = kChunk - sizeof(Chunk);
+    left_ = chunk_bytes_ - sizeof(Chunk);
   }
 
   void drop(Chunk* chunk) noexcept {
     for (Free*& first : free_) {
       for (Free** at = &first; *at != nullptr;) {
-        if (chunk_of(*at) == chunk) {
+        if (chunk_at(*at) == chunk) {
           *at = (*at)->next;
         } else {
           at = &(*at)->next;
         }
       }
     }
-    ::munmap(chunk->mapping, 2 * kChunk);
+    ::munmap(chunk->mapping, 2 * chunk_bytes_);
   }
 
-  std::mutex mutex_;
+  const std::size_t chunk_bytes_;  // of addresses; pages come when touched
   std::array<Free*, 16 * 13> free_{};
   char* next_ = nullptr;
   std::size_t left_ = 0;
 };
-
-}  // namespace
-
-std::mutex& packed_blocks_mutex() { return PackedBlocks::instance().mutex(); }
 
 Block::Block(std::size_t bytes) : bytes_(bytes) {
   if (bytes == 0) return;
@@ -136,12 +138,12 @@ Block::Block(std::size_t bytes) : bytes_(bytes) {
   std::memset(data_, 0, rounded);
 }
 
-Block Block::packed(std::size_t bytes) {
+Block Block::packed(std::size_t bytes, bool outgrown) {
   if (bytes == 0 || bytes >= kHuge) return Block(bytes);
   Block block;
-  block.data_ = PackedBlocks::instance().take(bytes);
+  block.pool_ = &PackedBlocks::of(outgrown);
+  block.data_ = block.pool_->take(bytes);
   block.bytes_ = bytes;
-  block.packed_ = true;
   std::memset(block.data_, 0, bytes);
   return block;
 }
@@ -154,7 +156,7 @@ Block& Block::operator=(Block&& other) noexcept {
     data_ = std::exchange(other.data_, nullptr);
     bytes_ = std::exchange(other.bytes_, 0);
     mapping_ = std::exchange(other.mapping_, nullptr);
-    packed_ = std::exchange(other.packed_, false);
+    pool_ = std::exchange(other.pool_, nullptr);
   }
   return *this;
 }
@@ -164,8 +166,8 @@ Block::~Block() { release(); }
 void Block::release() noexcept {
   if (mapping_ != nullptr) {
     ::munmap(mapping_, bytes_ + kHuge);
-  } else if (packed_) {
-    PackedBlocks::instance().give_back(data_, bytes_);
+  } else if (pool_ != nullptr) {
+    pool_->give_back(data_, bytes_);
   } else {
     std::free(data_);
   }

@@ -5,11 +5,14 @@
 
 namespace shoal {
 
+class PackedBlocks;
+
 class Block {
  public:
   Block() = default;
   explicit Block(std::size_t bytes);
-  static Block packed(std::size_t bytes);  // small ones share huge pages
+  // Small ones share huge pages, `outgrown` ones apart: most come back soon, and their chunks do.
+  static Block packed(std::size_t bytes, bool outgrown = false);
   Block(Block&& other) noexcept;
   Block& operator=(Block&& other) noexcept;
   Block(const Block&) = delete;
@@ -25,7 +28,7 @@ class Block {
   char* data_ = nullptr;
   std::size_t bytes_ = 0;
   void* mapping_ = nullptr;
-  bool packed_ = false;
+  PackedBlocks* pool_ = nullptr;
 };
 
 // A fork holds it, so that a child finds packed blocks whole.

@@ -18,9 +18,13 @@ bool filled(const Block& block, char with) {
   return std::all_of(block.data(), block.data() + block.bytes(), [&](char c) { return c == with; });
 }
 
-Block made(std::size_t bytes, bool packed) { return packed ? Block::packed(bytes) : Block(bytes); }
+using Make = Block (*)(std::size_t bytes);
 
-void churn(std::size_t steps, std::size_t most_bytes, bool packed) {
+Block alone(std::size_t bytes) { return Block(bytes); }
+Block kept(std::size_t bytes) { return Block::packed(bytes); }
+Block outgrown(std::size_t bytes) { return Block::packed(bytes, true); }
+
+void churn(std::size_t steps, std::size_t most_bytes, Make made) {
   std::vector<std::pair<Block, char>> blocks;
   std::mt19937_64 random(11);
   for (std::size_t step = 0; step < steps; ++step) {
@@ -30,7 +34,7 @@ void churn(std::size_t steps, std::size_t most_bytes, bool packed) {
       blocks.pop_back();
       continue;
     }
-    Block block = made(1 + random() % most_bytes, packed);
+    Block block = made(1 + random() % most_bytes);
     EXPECT(reinterpret_cast<std::uintptr_t>(block.data()) % 64 == 0);
     EXPECT(filled(block, 0));
     const auto with = static_cast<char>(1 + step % 100);
@@ -60,11 +64,11 @@ std::size_t resident_bytes() {
 }
 
 // Chunks whose blocks have all come back are the system's again.
-void given_back() {
+void given_back(Make made) {
   const std::size_t before = resident_bytes();
   std::vector<Block> blocks;
   for (int k = 0; k < 200; ++k) {
-    blocks.push_back(Block::packed(std::size_t{1} << 20));
+    blocks.push_back(made(std::size_t{1} << 20));
     std::memset(blocks.back().data(), 1, blocks.back().bytes());
   }
   EXPECT(resident_bytes() > before + (std::size_t{150} << 20));
@@ -76,12 +80,13 @@ void given_back() {
 }  // namespace
 
 int main() {
-  for (const bool packed : {true, false}) {
-    churn(5'000, 2'000, packed);
-    churn(2'000, 100'000, packed);
-    churn(300, std::size_t{3} << 20, packed);
+  for (const Make made : {alone, kept, outgrown}) {
+    churn(5'000, 2'000, made);
+    churn(2'000, 100'000, made);
+    churn(300, std::size_t{3} << 20, made);
   }
   sizes();
-  given_back();
+  given_back(kept);
+  given_back(outgrown);
   return failures == 0 ? 0 : 1;
 }

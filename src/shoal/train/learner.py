@@ -246,12 +246,8 @@ class Learner:
             what = "dense_optimizer.ema under distributed.dense=fsdp2"
             raise ConfigError(what, config.dense_optimizer.ema, "none", remedy)
         if settings.dense == "fsdp2" and config.amp == "float16":
-            raise ConfigError(
-                "amp under distributed.dense=fsdp2",
-                got="float16, which scales losses",
-                allowed="none, bfloat16",
-                remedy="Set amp=bfloat16, or distributed.dense=ddp.",
-            )
+            got, remedy = "float16, which scales losses", "Set amp=bfloat16, or another dense."
+            raise ConfigError("amp of distributed.dense=fsdp2", got, "none, bfloat16", remedy)
         counts = [part for part in self.module.modules() if isinstance(part, ItemFrequency)]
         for part in counts:
             part.over_ranks, part.ranks = self._over_ranks, ranks.world_size

@@ -30,12 +30,8 @@ def check_publishing(config: RunConfig, main: Learner) -> None:
     if config.publish is None:
         return
     if config.distributed.dense == "fsdp2":
-        raise ConfigError(
-            "publish",
-            got="distributed.dense=fsdp2",
-            allowed="whole dense weights on rank 0",
-            remedy="Leave publish out, or choose another dense.",
-        )
+        allowed, remedy = "whole dense weights on rank 0", "Leave it out, or choose another dense."
+        raise ConfigError("publish", "distributed.dense=fsdp2", allowed, remedy)
     if not main.served:
         check_published(main.tables.hosted)
 
