@@ -98,6 +98,7 @@ class PackedBlocks {
   }
 
   void begin_chunk() {
+    if (next_ != nullptr && chunk_at(next_ - 1)->taken == 0) drop(chunk_at(next_ - 1));
     void* const mapping = map(2 * chunk_bytes_);
     char* const start = aligned(mapping, chunk_bytes_, chunk_bytes_);
     new (start) Chunk{mapping, 0};

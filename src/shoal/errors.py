@@ -143,8 +143,8 @@ class DeviceUnavailable(ShoalError, RuntimeError):
     """A requested device or backend is not available on this machine."""
 
 
-_SHOWN = 2_000  # letters of what was got, and of what is allowed
-_NOTHING = re.compile(r"0\.\.-1\b")
+_SHOWN = 8_000  # letters of what was got, and of what is allowed
+_NOTHING = re.compile(r"(?<![\w.-])0\.\.-1\b")
 
 
 def describe(what: str, *, got: object, allowed: object, remedy: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -108,7 +109,7 @@ class BinaryMetrics:
     """
 
     def __init__(self, *, exact_auc: bool = True, bins: int = 10) -> None:
-        if of_kind("bins", bins, int) < 1:
+        if of_kind("bins", bins, Integral) < 1:
             allowed = "1 or more"
             raise ConfigError("bins", got=bins, allowed=allowed, remedy="Use 10.")
         self._exact_auc = exact_auc
@@ -305,7 +306,7 @@ def ranking_figures(ranks_N: Tensor, ks: Sequence[int]) -> dict[str, float]:
     check_dense("ranks", ranks_N)
     rank_N = ranks_N.double()
     figures = {}
-    for k in all_of_kind("ks", ks, int):
+    for k in all_of_kind("ks", ks, Integral):
         hit_N = (rank_N <= k).double()
         figures[f"hit_rate@{k}"] = float(hit_N.mean())
         figures[f"ndcg@{k}"] = float((hit_N / torch.log2(1 + rank_N)).mean())

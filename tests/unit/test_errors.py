@@ -10,7 +10,7 @@ from shoal.errors import InputError
 def test_long_parts_are_cut() -> None:
     ranks = list(range(70_000))
     text = str(InputError("ranks", got=ranks, allowed=", ".join(map(str, ranks)), remedy="Fewer."))
-    assert len(text) < 5_000
+    assert len(text) < 20_000
     assert text.startswith("ranks: got [0, 1, 2, ")
     assert f"... ({len(str(ranks)):,} letters); allowed: 0, 1, 2, " in text
     assert text.endswith(" letters). Fewer.")
@@ -19,7 +19,7 @@ def test_long_parts_are_cut() -> None:
 @pytest.mark.parametrize(
     ("allowed", "shown"),
     [("0..-1", "none"), ("splits of tables 0..-1, rising", "splits of tables none, rising")]
-    + [(same, same) for same in ("0..-10", "0..1", "10..12")],
+    + [(same, same) for same in ("0..-10", "10..-1", "-0..-1", "0..1", "10..12")],
 )
 def test_a_range_of_nothing_is_none(allowed: str, shown: str) -> None:
     text = str(InputError("number of an example", got=3, allowed=allowed, remedy="Take another."))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -35,7 +36,7 @@ from shoal import (
     placement,
 )
 from shoal.errors import ShoalError
-from shoal.rules.optimizers import Adam
+from shoal.rules.optimizers import Adam, Momentum
 
 SPEC = TableSpec(name="t", segments=(Segment(dim=2),))
 FEATURE = Feature("f", "t")
@@ -140,3 +141,10 @@ def test_kinds_that_fit_pass_as_they_are() -> None:
     named = EmbeddingCollection({"t": SPEC}.values(), (one for one in [FEATURE]))
     assert named.features == (FEATURE,)
     assert Layout("l", "concat", [LayoutSlice("f")]).slices == [LayoutSlice("f")]
+
+
+def test_numbers_of_numpy_are_taken() -> None:
+    four = np.int64(4)
+    assert models.MLP(four, (four,), out_features=1)(torch.zeros(2, 4)).shape == (2, 1)
+    metrics.BinaryMetrics(bins=four)
+    assert Momentum(nesterov=np.bool_(True)).nesterov

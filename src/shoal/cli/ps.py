@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
+import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated
 
@@ -123,8 +124,9 @@ def ps(
             published = publisher.serve(at, secret=Secret.of_file(publish.token_file))
             saves.callback(published.stop)
             print_line(out, f"publishing at {published.address}")
-        while not done.wait(1.0):  # another thread may get the signal, which does not end a wait
-            pass
+        # Another thread may get the signal; and its handler must not meet the lock of a wait.
+        while not done.is_set():
+            time.sleep(0.2)
         server.stop()
         if publisher is not None and run.publish is not None:
             publisher.drain(run.publish.linger_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -239,8 +240,9 @@ def serve(
         loading = False
         what = ", ".join(models.names)
         print_line(out, f"{what}: gRPC {server.grpc_address}, HTTP {server.http_address}")
-        while not done.wait(1.0):  # another thread may get the signal, which does not end a wait
-            pass
+        # Another thread may get the signal; and its handler must not meet the lock of a wait.
+        while not done.is_set():
+            time.sleep(0.2)
 
 
 def _folder(run: str) -> Path:

@@ -140,14 +140,16 @@ def write(path: Path, text: str, *, new: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if new and path.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-        is_device = path.exists() and not path.is_file()
-        (Path.write_text if is_device else replace_text)(path, text)
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            path.write_text(text, encoding="utf-8")  # where it leads; a device
+        else:
+            replace_text(path, text)
     except OSError as error:
         raise ConfigError(
             "file to write",
             got=f"{path} ({error.strerror})",
-            allowed=f"a {'new ' * new}file in a folder that can be written",
-            remedy="Choose another name, or make room.",
+            allowed=f"a {'new file' if new else 'file'} in a folder that can be written",
+            remedy="Choose another name, or remove what is there.",
         ) from error
     print_line(console(), f"wrote {path}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import ClassVar
 
 import torch
@@ -299,6 +300,6 @@ def _weights(layers: int, experts: int, rows: int, columns: int) -> nn.Parameter
 
 
 def _require_positive(what: str, values: tuple[int, ...]) -> None:
-    if min(all_of_kind(what, values, int)) < 1:
+    if min(all_of_kind(what, values, Integral)) < 1:
         remedy = "Leave crosses out by using an MLP alone."
         raise ConfigError(what, got=values, allowed="1 or more each", remedy=remedy)

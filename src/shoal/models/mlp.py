@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -172,8 +173,8 @@ class MLP(nn.Sequential):
         dropout: float = 0.0,
         batch_norm: bool = False,
     ) -> None:
-        hidden = all_of_kind("hidden of an MLP", hidden, int)
-        all_of_kind("sizes of an MLP", (in_features, out_features, dropout), int, float)
+        hidden = all_of_kind("hidden of an MLP", hidden, Integral)
+        all_of_kind("sizes of an MLP", (in_features, out_features, dropout), Real)
         if min((in_features, *hidden)) < 1 or out_features < 0 or not 0 <= dropout < 1:
             raise ConfigError(
                 "(in_features, hidden, out_features, dropout) of an MLP",

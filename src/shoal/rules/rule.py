@@ -134,10 +134,11 @@ def _instances(kinds: tuple[type, ...], several: bool) -> Allowed:
     def fits(value: Any) -> bool:
         if several:
             return isinstance(value, tuple | list) and all(isinstance(v, kinds) for v in value)
-        return isinstance(value, kinds)
+        return isinstance(value, kinds) or (kinds[0] is bool and isinstance(value, np.bool_))
 
     if kinds[0] in (str, bool):
-        return Allowed(f"a tuple of {words}" if several else words, fits)
+        allowed = f"a tuple of {words}" if several else words
+        return Allowed(allowed, fits, "Pass a value of that kind.")
     remedy = "Pass an object, not a class, a name or a number."
     return Allowed(f"a tuple of {words}" if several else f"an object of {words}", fits, remedy)
 

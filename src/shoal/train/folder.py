@@ -132,12 +132,8 @@ def create(config: RunConfig, attempt: Attempt | None = None) -> RunFolder:
             folder.launch.write_text(json.dumps({"job": attempt.job}) + "\n", encoding="utf-8")
         replace_text(folder.config, settings.to_yaml(config))
     except OSError as error:
-        raise ConfigError(
-            "output.dir",
-            got=f"{base} ({error.strerror})",
-            allowed="a folder that can be written",
-            remedy="Set output.dir=FOLDER or SHOAL_OUTPUT_DIR.",
-        ) from error
+        got, remedy = f"{base} ({error.strerror})", "Set output.dir=FOLDER or SHOAL_OUTPUT_DIR."
+        raise ConfigError("output.dir", got, "a folder that can be written", remedy) from error
     return folder
 
 

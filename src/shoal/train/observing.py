@@ -120,12 +120,8 @@ def profiler(folder: str, rank: int) -> torch.profiler.profile:
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            "profile",
-            got=f"{folder} ({error.strerror})",
-            allowed="a folder that can be written",
-            remedy="Set profile=FOLDER.",
-        ) from error
+        got, allowed = f"{folder} ({error.strerror})", "a folder that can be written"
+        raise ConfigError("profile", got, allowed, "Set profile=FOLDER.") from error
 
     def ready(profile: torch.profiler.profile) -> None:
         try:

@@ -357,7 +357,9 @@ def _check_data(config: RunConfig, job: Mapping[str, Any], what: str, examples: 
     if then is None or examples is None:
         return
     position = job["run_state"]["position"]
-    in_order = config.data.shuffle != "always" and position < then < examples
+    # A pass that is over continues in what was added, if its last batch was a whole one.
+    whole = position < then or (position == then and then % config.data.batch_size == 0)
+    in_order = config.data.shuffle != "always" and whole and then < examples
     passes = -(-position // examples)
     if then != examples and not in_order:
         name, got, allowed = "examples to train on", examples, f"the {then} that it was begun with"

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import shoal
 from shoal import config as settings
 from shoal.cli import app
+from shoal.cli.start import write
 from shoal.cli.usage import Exit
 
 ROOT = Path(__file__).parents[3]
@@ -407,3 +408,11 @@ def test_init_keeps_files(tmp_path: Path) -> None:
     code, _, err = invoke("init", str(file))
     assert (code, file.read_text()) == (Exit.ERROR, "mine: 1\n")
     assert "File exists" in err
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.write_text("before")
+    link.symlink_to(file)
+    write(link, "after")
+    assert (link.is_symlink(), file.read_text()) == (True, "after")

@@ -205,6 +205,19 @@ def test_a_run_goes_on_with_the_data_that_it_was_begun_with(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(("batch", "fine"), [(50, True), (60, False)])
+def test_a_pass_that_is_over_continues_in_what_was_added(
+    tmp_path: Path, batch: int, fine: bool
+) -> None:
+    settings = in_dir(tmp_path, tmp_path / "saved", batch_size=batch)
+    begun(settings, 100)
+    if fine:
+        assert find_beginning(settings, None, None, 150).checkpoint == "step-000000000001-full"
+    else:
+        with pytest.raises(ConfigError, match="got 150; allowed: the 100 that"):
+            find_beginning(settings, None, None, 150)
+
+
 def in_dir(tmp_path: Path, folder: Path | None, **data: Any) -> config.RunConfig:
     """A run of 100 examples a pass, whose checkpoints are in a folder."""
     return config.from_mapping(
