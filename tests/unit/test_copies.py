@@ -190,7 +190,7 @@ def test_metrics_and_models(name: str, how: Callable[[Any], Any]) -> None:
 def test_what_cannot_be_copied_says_what_to_do(how: Callable[[Any], Any]) -> None:
     sparse = SparseOptimizer(owner := collection())
     joint = JointOptimizer([sparse])
-    pipeline = create_train_pipeline(owner, sparse, lambda out, batch: out["f"].sum())
+    pipeline = create_train_pipeline(owner, sparse, loss_of=lambda out, batch: out["f"].sum())
     rows = table()
     parts = (rows.find_or_init([1]), rows.shard.snapshot())
     for value in (sparse, joint, sparse.proxies[0], pipeline, *parts):

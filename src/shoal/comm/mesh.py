@@ -8,6 +8,7 @@ import itertools
 import logging
 import time
 import weakref
+from collections.abc import MutableSet
 from typing import Literal, cast, get_args
 
 import torch
@@ -59,10 +60,11 @@ class Mesh:
         self.timeout_s = timeout_s
         self._owns_world = owns_world
         self._groups: list[dist.ProcessGroup] = []
-        self._open: weakref.WeakSet[Collectives] = weakref.WeakSet()
         self._unused: set[dist.ProcessGroup] = set()
         self._clock: WaitClock | None = None
         several = self.world_size > 1
+        # One rank's hold nothing to close; and models with their mesh are copied there.
+        self._open: MutableSet[Collectives] = weakref.WeakSet() if several else set()
         self._watch = Watchdog(self.rank, self.world_size, number=next(_made)) if several else None
         host = torch.device("cpu")
         self.control: Collectives = LocalCollectives(host)
