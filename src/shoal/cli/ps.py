@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import signal
 import threading
-import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.shell import Overrides, argument, console, option, print_line
+from shoal.cli.shell import Overrides, argument, console, option, print_line, wait_until
 from shoal.cli.usage import Exit
 
 if TYPE_CHECKING:
@@ -124,9 +123,7 @@ def ps(
             published = publisher.serve(at, secret=Secret.of_file(publish.token_file))
             saves.callback(published.stop)
             print_line(out, f"publishing at {published.address}")
-        # Another thread may get the signal; and its handler must not meet the lock of a wait.
-        while not done.is_set():
-            time.sleep(0.2)
+        wait_until(done)
         server.stop()
         if publisher is not None and run.publish is not None:
             publisher.drain(run.publish.linger_s)

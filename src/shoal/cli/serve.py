@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from shoal.cli.shell import argument, console, option, print_line
+from shoal.cli.shell import argument, console, option, print_line, wait_until
 from shoal.cli.usage import Exit
 
 if TYPE_CHECKING:
@@ -240,9 +239,7 @@ def serve(
         loading = False
         what = ", ".join(models.names)
         print_line(out, f"{what}: gRPC {server.grpc_address}, HTTP {server.http_address}")
-        # Another thread may get the signal; and its handler must not meet the lock of a wait.
-        while not done.is_set():
-            time.sleep(0.2)
+        wait_until(done)
 
 
 def _folder(run: str) -> Path:

@@ -6,6 +6,8 @@ import functools
 import inspect
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Annotated, Any
@@ -76,6 +78,15 @@ class GivesWay:
             if not isinstance(error, BrokenPipeError) and self is not sys.stderr:
                 console(stderr=True).print(f"output ends here, the command continues: {error}")
             return None
+
+
+def wait_until(done: threading.Event) -> None:
+    """Until the handler of a signal has set it, whichever thread gets the signal.
+
+    The handler runs in this thread, so it must not meet the lock of a wait.
+    """
+    while not done.is_set():
+        time.sleep(0.2)
 
 
 class Commands(typer.Typer):

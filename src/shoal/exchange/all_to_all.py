@@ -109,12 +109,9 @@ class AllToAllExchange:
     def _check_fit(self) -> None:
         ranks = self._collectives.world_size
         if self.placement.world_size != ranks:
-            raise ConfigError(
-                "world_size of the placement",
-                got=self.placement.world_size,
-                allowed=f"the number of ranks, {ranks}",
-                remedy="Make the placement for this job.",
-            )
+            got, allowed = self.placement.world_size, f"the number of ranks, {ranks}"
+            remedy = "Make the placement for this job."
+            raise ConfigError("world_size of the placement", got, allowed, remedy)
         wanted = hosted_specs(self.specs, self.placement, self._collectives.rank)
         missing = [spec.name for spec in wanted if spec not in self.shard.specs]
         if missing:

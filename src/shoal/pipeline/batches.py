@@ -171,7 +171,7 @@ class Reading:
     fetched: torch.cuda.Event | None = None
 
 
-# By iterator: a thread that was told to end may still be in one that another goes on with.
+# By iterator: a thread that was told to end may still be in one that another continues with.
 _TURNS: weakref.WeakValueDictionary[int, threading.Lock] = weakref.WeakValueDictionary()
 
 

@@ -441,12 +441,8 @@ def _connected(
     """
     settings = config.distributed.servers
     if config.device != "cpu":
-        raise ConfigError(
-            "device under distributed.path=ps",
-            got=repr(config.device),
-            allowed="cpu",
-            remedy="Set device=cpu: rows are on CPUs, and come to the worker's.",
-        )
+        remedy = "Set device=cpu: rows are on CPUs, and come to the worker's."
+        raise ConfigError("device under distributed.path=ps", repr(config.device), "cpu", remedy)
     discovery = discovery_of(
         settings.discovery, settings.addresses, config.name, settings.session_s
     )

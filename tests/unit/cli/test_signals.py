@@ -40,7 +40,7 @@ def waits(command: str) -> bool:
     while frame is not None:
         names.append(frame.f_code.co_name)
         frame = frame.f_back
-    return names[:3] == ["wait", "wait", command]
+    return names[:2] == ["wait_until", command]
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ class TorchCollectives(Collectives):
         device: where tensors are.
         timeout_s: how long a collective may take, counted from its call. On CUDA it is counted
             where the host waits (sizes, barriers).
-        release: called once, with its groups, when it is closed or gone.
+        release: called with its groups when it is closed or gone; with none after that.
         watched: notes the calls; see `Watchdog`.
         sizes_group: sizes go over it; released like `group`. Gloo ends the process where messages
             of two sizes meet, so that those of ranks in different calls should not.
