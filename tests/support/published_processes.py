@@ -76,7 +76,8 @@ def trainer(there: Connection, folder: Path, address: str, seed: int, keep_bytes
     ) as publisher:
         server = _until(lambda: publisher.serve(address, secret=SECRET))
         there.send(server.address)
-        while not there.poll(0.01):
+        # The last step may clear a table, and a trainer may hear before its first step.
+        while not there.poll(0.01) or not all(len(one[0]) for one in _rows(rank.shard).values()):
             train([rank], draw)
             steps += 1
             if steps % _SAVED == 1:
