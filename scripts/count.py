@@ -40,7 +40,7 @@ BARS = {
     "modules on the trip": (9, 7),
     "lookup of 64 ids, us": (9.8, 8),
 }
-CEILINGS = {"code lines": 43_102, "python files": 192, "duplicates": 82}
+CEILINGS = {"code lines": 43_092, "python files": 192, "duplicates": 82}
 ELSEWHERE = (
     ("host ms of a 10-table SGD step on an H100", "1.2", "0.8", "python bench/table_gpu.py"),
     ("minutes of `make test` on 2 cores", "8", "5", "make test"),

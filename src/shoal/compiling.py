@@ -43,7 +43,7 @@ def check_compile(how: Compile, device: torch.device, keeping: Sequence[str] = (
         ConfigError: a mode with CUDA graphs on another device, or with a setting that keeps.
         DeviceUnavailable: no C++ compiler for a CPU.
     """
-    if isinstance(how, str) and how not in get_args(CompileMode):
+    if not isinstance(how, bool) and how not in get_args(CompileMode):
         raise unknown_name("mode of compile", how, get_args(CompileMode))
     for setting in keeping if has_cuda_graphs(how) else ():
         remedy = "Set compile=true: CUDA graphs use the memory of gradients again."

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 __all__ = [
@@ -210,17 +210,27 @@ def no_package(what: str, module: str, extra: str, allowed: str = "") -> Missing
 _LISTED = 50
 
 
-def unknown_name(what: str, got: str, known: Iterable[str], *, remedy: str = "") -> UnknownName:
+def unknown_name(what: str, got: object, known: Iterable[str], *, remedy: str = "") -> UnknownName:
     """Build an `UnknownName` that suggests the nearest names and lists all (of many, 50)."""
     names = sorted(known)
     more = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
-    hint = " ".join(filter(None, (did_you_mean(got, names), remedy)))
+    hint = " ".join(filter(None, (did_you_mean(str(got), names), remedy)))
     return UnknownName(
         f"unknown {what}",
         got=repr(got),
         allowed=", ".join(names[:_LISTED]) + more or "none",
         remedy=hint or "Check the spelling.",
     )
+
+
+def known_name(what: str, got: object, known: Collection[object], *, remedy: str = "") -> None:
+    """Check that a name is one of those known.
+
+    Raises:
+        UnknownName: it is not.
+    """
+    if got not in known:
+        raise unknown_name(what, got, map(str, known), remedy=remedy)
 
 
 def collective_failed(

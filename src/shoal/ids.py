@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal._core import ops as core
 from shoal.address import address, check_int64
-from shoal.errors import ConfigError, DTypeError, InputError, of_kind, unknown_name
+from shoal.errors import ConfigError, DTypeError, InputError, known_name, of_kind, unknown_name
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -243,8 +243,7 @@ class SlotRegistry:
         Raises:
             UnknownName: the name was never registered.
         """
-        if name not in self._slots:
-            raise unknown_name("slot name", name, self._slots, remedy="Register it first.")
+        known_name("slot name", name, self._slots, remedy="Register it first.")
         return self._slots[name]
 
     def name(self, slot: int) -> str:

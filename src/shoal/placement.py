@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal.address import check_int64
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, all_of_kind, of_kind
 from shoal.ids import mix64, salt, to_signed
 from shoal.rules.rule import Allowed, Checked, named, whole
 
@@ -145,9 +145,10 @@ def unsigned_mod(ids_N: Tensor, divisor: int) -> Tensor:
     return ((high_N % divisor) * ((1 << 32) % divisor) + low_N) % divisor
 
 
-def _check_ranks(ranks: int) -> None:
+def _check_ranks(ranks: int) -> int:
     fits, remedy = whole(1, BUCKETS).fits(ranks), "Split a table over fewer ranks."
     _require(fits, "ranks of a uniform split", ranks, f"1..{BUCKETS}", remedy)
+    return ranks
 
 
 def _check_divisor(divisor: int) -> None:
@@ -328,14 +329,14 @@ def owners(hosted: Hosted, hashes_N: Tensor) -> Tensor:
         ConfigError: the slice is replicated: every rank holds each row.
     """
     _require(
-        not hosted.replicated,
+        not of_kind("slice of a table", hosted, Hosted).replicated,
         f"owner of rows of table {hosted.table!r}",
         "a replicated table",
         "a table whose rows are split",
         "Read replicated rows from the rank's own shard.",
     )
-    ranks_W = torch.tensor(hosted.ranks, dtype=torch.int64, device=hashes_N.device)
-    return ranks_W[ranks_of(hashes_N, len(hosted.ranks))]
+    shares_N = ranks_of(hashes_N, len(hosted.ranks))
+    return torch.tensor(hosted.ranks, dtype=torch.int64, device=shares_N.device)[shares_N]
 
 
 def _require(fine: bool, what: str, got: object, allowed: str, remedy: str) -> None:
@@ -383,7 +384,7 @@ def sharded(
 
 def row_wise(table: str, dim: int, world_size: int) -> tuple[Hosted, ...]:
     """All columns, rows split over all ranks."""
-    return (Hosted(table, 0, dim, tuple(range(world_size))),)
+    return (Hosted(table, 0, dim, tuple(range(_check_ranks(world_size)))),)
 
 
 def table_wise(table: str, dim: int, rank: int) -> tuple[Hosted, ...]:
@@ -399,12 +400,12 @@ def column_wise(table: str, dim: int, ranks: Sequence[int]) -> tuple[Hosted, ...
     Raises:
         ConfigError: more ranks than columns.
     """
-    return grid(table, dim, tuple((rank,) for rank in ranks))
+    return grid(table, dim, [(rank,) for rank in all_of_kind(f"ranks of {table!r}", ranks, int)])
 
 
 def table_row_wise(table: str, dim: int, ranks: Sequence[int]) -> tuple[Hosted, ...]:
     """All columns, rows split over some ranks: those of one node."""
-    return (Hosted(table, 0, dim, tuple(ranks)),)
+    return (Hosted(table, 0, dim, all_of_kind(f"ranks of {table!r}", ranks, int)),)
 
 
 def grid(table: str, dim: int, column_nodes: Sequence[tuple[int, ...]]) -> tuple[Hosted, ...]:
@@ -415,6 +416,7 @@ def grid(table: str, dim: int, column_nodes: Sequence[tuple[int, ...]]) -> tuple
     Raises:
         ConfigError: more slices than columns.
     """
+    column_nodes = all_of_kind(f"ranks of slices of {table!r}", column_nodes, Sequence)
     count = len(column_nodes)
     _require(
         type(dim) is int and 0 < count <= dim,
@@ -433,4 +435,4 @@ def grid(table: str, dim: int, column_nodes: Sequence[tuple[int, ...]]) -> tuple
 
 def data_parallel(table: str, dim: int, world_size: int) -> tuple[Hosted, ...]:
     """The whole table on every rank."""
-    return (Hosted(table, 0, dim, tuple(range(world_size)), replicated=True),)
+    return (Hosted(table, 0, dim, tuple(range(_check_ranks(world_size))), replicated=True),)

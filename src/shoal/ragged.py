@@ -15,7 +15,14 @@ from torch import Tensor
 
 from shoal import errors
 from shoal.address import check_dense, check_int64
-from shoal.errors import DeviceUnavailable, DTypeError, InputError, ShapeError, unknown_name
+from shoal.errors import (
+    DeviceUnavailable,
+    DTypeError,
+    InputError,
+    ShapeError,
+    known_name,
+    unknown_name,
+)
 
 Rows = Sequence[Sequence[int]]
 
@@ -545,6 +552,5 @@ class KeyedRagged:
         return slice(int(cuts[index]), int(cuts[index + 1]))
 
     def _index(self, key: str) -> int:
-        if key not in self.keys:
-            raise unknown_name("key", key, self.keys)
+        known_name("key", key, self.keys)
         return self.keys.index(key)

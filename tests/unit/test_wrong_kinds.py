@@ -37,6 +37,7 @@ from shoal import (
 )
 from shoal.errors import ShoalError
 from shoal.rules.optimizers import Adam, Momentum
+from shoal.rules.schedules import Piecewise
 
 SPEC = TableSpec(name="t", segments=(Segment(dim=2),))
 FEATURE = Feature("f", "t")
@@ -53,10 +54,10 @@ def clipped(dense: Any = (), sparse: Any = ()) -> None:
     clip_grad_norm_(dense, sparse, 1.0)
 
 
-def trained(model: Any = None, optimizer: Any = None) -> None:
+def trained(model: Any = None, optimizer: Any = None, hooks: Any = ()) -> None:
     own = Model()
     dense = torch.optim.SGD(own.dense.parameters(), lr=0.1)
-    create_train_pipeline(model or own, optimizer or dense)
+    create_train_pipeline(model or own, optimizer or dense, hooks=hooks)
 
 
 def joint() -> JointOptimizer:
@@ -97,12 +98,30 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: clipped(dense=3), "dense_params: got 3"),
     (lambda: clipped(sparse=joint()), "sparse: got JointOptimizer"),
     (lambda: clipped(sparse=[1]), "one of sparse: got 1"),
+    (lambda: clip_grad_norm_((), (), "1"), "max_norm: got '1' .str."),
+    (lambda: trained(hooks=3), "hooks: got 3 .int."),
     (lambda: trained(model="m"), "model: got 'm' .str.; allowed: Module"),
     (lambda: trained(optimizer="adam"), "optimizer: got 'adam' .str.; allowed: Optimizer"),
     (lambda: create_predict_pipeline(SPEC), "model: got TableSpec"),
     (lambda: DistributedModelParallel("m"), "module: got 'm'"),
     (lambda: DistributedModelParallel(Model(), "row_wise"), "placement: got 'row_wise'"),
     (lambda: DistributedModelParallel(Model(), mesh="m"), "mesh: got 'm'"),
+    (
+        lambda: DistributedModelParallel(Model(), grad_reduce="avg"),
+        "unknown grad_reduce: got 'avg'",
+    ),
+    (lambda: DistributedModelParallel(Model(), compile=3), "unknown mode of compile: got 3"),
+    (lambda: Table(SPEC, shard=3), "shard: got 3 .int.; allowed: a shard"),
+    (lambda: EmbeddingCollection([SPEC], [FEATURE], shard=Model()), "shard: got Model"),
+    (lambda: placement.row_wise("t", 2, "2"), "ranks of a uniform split: got 2"),
+    (lambda: placement.data_parallel("t", 2, None), "ranks of a uniform split: got None"),
+    (lambda: placement.column_wise("t", 2, 2), "ranks of 't': got 2 .int."),
+    (lambda: placement.table_row_wise("t", 2, 2), "ranks of 't': got 2 .int."),
+    (lambda: placement.grid("t", 2, [1]), "one of ranks of slices of 't': got 1 .int."),
+    (lambda: placement.owners("t", IDS), "slice of a table: got 't'"),
+    (lambda: placement.owners(placement.row_wise("t", 2, 2)[0], [1]), "hashes"),
+    (lambda: Piecewise(3, (1.0,)), "boundaries of Piecewise: got 3"),
+    (lambda: Piecewise((1,), 0.1), "values of Piecewise: got 0.1"),
     (lambda: KeyedRagged.from_lists([[1]]), "features: got .*list.; allowed: Mapping"),
     (lambda: KeyedRagged.from_dict("f"), "features: got 'f'"),
     (lambda: KeyedRagged.from_lists({"f": [[1]]}, [[1.0]]), "weights: got .*list."),

@@ -25,7 +25,7 @@ from shoal.cli.shell import print_line
 from shoal.config import RunConfig
 from shoal.config.build import table_spec
 from shoal.config.tree import OPTIMIZERS, build
-from shoal.errors import CheckpointError, ConfigError, unknown_name
+from shoal.errors import CheckpointError, ConfigError, known_name, unknown_name
 from shoal.table.spec import RowDType, Segment, TableSpec
 
 _COLLECTION = "embeddings"
@@ -90,8 +90,7 @@ def _chosen(request: ImportRequest, offered: Mapping[str, Offered]) -> tuple[str
     keys = {one.saved.key: name for name, one in offered.items() if one.saved is not None}
     names = {**keys, **{name: name for name in offered}}
     for name in request.tables:
-        if name not in names:
-            raise unknown_name(f"table in {request.source}", name, names)
+        known_name(f"table in {request.source}", name, names)
     return tuple(dict.fromkeys(names[name] for name in request.tables)) or tuple(offered)
 
 
@@ -106,8 +105,7 @@ def _check_apart(forms: Mapping[str, TableForm]) -> None:
 
 
 def _check(request: ImportRequest) -> None:
-    if request.form not in _IMPORTS:
-        raise unknown_name("format to import", request.form, _IMPORTS)
+    known_name("format to import", request.form, _IMPORTS)
     if request.config is not None and (request.optimizer or request.dtype):
         what, got = "what the rows become", "--config with --optimizer or --dtype"
         raise ConfigError(what, got, "one of the two", "The config says optimizers and dtype.")
@@ -240,8 +238,7 @@ def export(
         UnknownName: no such format or table.
         CheckpointError: no checkpoint, it is damaged, or `out` is not empty or not writable.
     """
-    if form not in _EXPORTS:
-        raise unknown_name("format to export", form, _EXPORTS)
+    known_name("format to export", form, _EXPORTS)
     chain, what = Chain(*locate(path)), "folder to export to"
     indices = chosen(chain.tables, tables)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

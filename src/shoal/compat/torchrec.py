@@ -15,8 +15,9 @@ from shoal import distributed
 from shoal.comm import Mesh, init
 from shoal.distributed.model import DenseWrapper, Placing
 from shoal.embedding.collection import EmbeddingCollection
-from shoal.errors import ConfigError, InputError, ShapeError
+from shoal.errors import ConfigError, DTypeError, InputError, ShapeError
 from shoal.pipeline import TrainPipeline, create_train_pipeline
+from shoal.table.rows import real_dtype
 
 __all__ = [
     "DistributedModelParallel",
@@ -113,7 +114,8 @@ def import_weights(
         InputError: no `embedding_bags.TABLE.weight` or `embeddings.TABLE.weight` that is a tensor,
             or two of one table.
         UnknownName: a table that `tables` does not have.
-        ShapeError: another width. Nothing was written then.
+        ShapeError: another width.
+        DTypeError: weights that are not floating-point numbers. Nothing was written then.
     """
     state = source.state_dict() if isinstance(source, nn.Module) else source
     found = [(_WEIGHT.search(key), one) for key, one in state.items()]
@@ -125,10 +127,13 @@ def import_weights(
         raise InputError("tables to import", got, allowed, remedy)
     for name, weights_ND in named.items():
         dim = tables.table(name).spec.dim
+        if not weights_ND.is_floating_point():
+            kind, allowed = weights_ND.dtype, "float64, float32, float16 or bfloat16"
+            raise DTypeError(f"weights of table {name!r}", kind, allowed, "Dequantise them first.")
         if weights_ND.ndim != 2 or weights_ND.shape[1] != dim:
             what, shape = f"shape of the weights of table {name!r}", tuple(weights_ND.shape)
             raise ShapeError(what, shape, f"[N, {dim}]", "Import them into a table of that width.")
     for name, weights_ND in named.items():
-        ids_N = torch.arange(len(weights_ND), device=tables.shard.device)
-        tables.table(name).assign(ids_N, weights_ND.detach().to(ids_N.device))
+        table, ids_N = tables.table(name), torch.arange(len(weights_ND), device=tables.shard.device)
+        table.assign(ids_N, weights_ND.detach().to(ids_N.device, real_dtype(table.spec)))
     return {name: len(weights_ND) for name, weights_ND in named.items()}

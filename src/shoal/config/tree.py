@@ -32,7 +32,7 @@ from shoal.data.item_tree import TreeSettings
 from shoal.data.kafka import Kafka
 from shoal.data.kinds import KINDS
 from shoal.data.samplers import SamplerSettings
-from shoal.errors import ConfigError, UnknownName, did_you_mean, unknown_name
+from shoal.errors import ConfigError, UnknownName, did_you_mean, known_name, unknown_name
 from shoal.exchange.all_to_all import GradReduce
 from shoal.exchange.wire import WireKind
 from shoal.models import MODELS, DeepFMSettings, ModelSpec, TaskSettings
@@ -90,8 +90,7 @@ def build(value: Any, registry: Registry) -> Any:
         allowed = f"a name, or {{kind: name, ...}}, of {', '.join(sorted(registry))}"
         raise ConfigError(what, repr(value), allowed, remedy)
     kind = str(settings["kind"])
-    if kind not in registry:
-        raise unknown_name(f"{what} kind", kind, registry)
+    known_name(f"{what} kind", kind, registry)
     rest = {key: setting for key, setting in settings.items() if key != "kind"}
     return build_record(rest, registry[kind], f"{what} {kind}")
 
@@ -235,8 +234,7 @@ def _features(value: Any) -> FeatureSet:
         if isinstance(settings, Mapping) and settings.get("kind") == "group":
             rest = {key: own for key, own in settings.items() if key != "kind"}
             for key in rest:
-                if key not in _GROUP:
-                    raise unknown_name(f"setting of group {name!r}", str(key), _GROUP)
+                known_name(f"setting of group {name!r}", key, _GROUP)
             inner = [_feature(str(key), own) for key, own in rest.pop("features", {}).items()]
             shared = build_record(rest, ElementWise, f"group {name!r}")
             made += feature_set.sequence_group(
@@ -259,8 +257,7 @@ def _feature(name: str, value: Any) -> FeatureSpec:
     if isinstance(kind, str) and kind in KINDS:
         known = [*(field.name for field in fields(KINDS[kind])), *common, "kind"]
         for key in own:
-            if key not in known:
-                raise unknown_name(f"setting of feature {name!r} ({kind})", str(key), known)
+            known_name(f"setting of feature {name!r} ({kind})", key, known)
     elif isinstance(kind, str):
         raise unknown_name(f"kind of feature {name!r}", kind, [*KINDS, "group"])
     if shared.get("sequence") is True:

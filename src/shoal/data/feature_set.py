@@ -34,7 +34,7 @@ from shoal.data.values import (
     starts_of,
     within,
 )
-from shoal.errors import ConfigError, DataError, unknown_name
+from shoal.errors import ConfigError, DataError, known_name, unknown_name
 from shoal.ids import TEXT_TYPES, ids_of_text, mix64
 from shoal.ragged import KeyedRagged, Ragged
 
@@ -517,8 +517,7 @@ class FeatureSet:
         for spec in self.features:
             inputs = [i.removeprefix(_FEATURE) for i in spec.inputs if i.startswith(_FEATURE)]
             for name in inputs:
-                if name not in named:
-                    raise unknown_name(f"feature that {spec.name!r} is computed of", name, named)
+                known_name(f"feature that {spec.name!r} is computed of", name, named)
             needs[spec.name] = inputs
         try:
             order = [named[name] for name in TopologicalSorter(needs).static_order()]

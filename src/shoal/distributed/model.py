@@ -26,7 +26,7 @@ from shoal.comm.mismatched_calls import Calls
 from shoal.compiling import Compile
 from shoal.distributed.batch_norm import resting
 from shoal.embedding.collection import EmbeddingCollection
-from shoal.errors import CollectiveFailed, ConfigError, DeviceUnavailable, of_kind, unknown_name
+from shoal.errors import CollectiveFailed, ConfigError, DeviceUnavailable, known_name, of_kind
 from shoal.exchange.all_to_all import AllToAllExchange, GradReduce
 from shoal.exchange.wire import Wire
 from shoal.placement import Placement
@@ -98,8 +98,7 @@ def placed(
         return placing.placement()
     if isinstance(placing, Placement):
         for table in placing.tables():
-            if table not in named:
-                raise unknown_name("table of a placement", table, named)
+            known_name("table of a placement", table, named)
         if placing.world_size != world_size:
             raise ConfigError(
                 "world_size of a placement",
@@ -261,8 +260,8 @@ class DistributedModelParallel(nn.Module):
         compile: Compile = False,
     ) -> None:
         super().__init__()
-        if dense not in get_args(DenseWrapper):
-            raise unknown_name("dense wrapper", dense, get_args(DenseWrapper))
+        known_name("dense wrapper", dense, get_args(DenseWrapper))
+        known_name("grad_reduce", grad_reduce, get_args(GradReduce))
         self.module: nn.Module = of_kind("module", module, nn.Module)
         self.mesh: Mesh = init() if mesh is None else of_kind("mesh", mesh, Mesh)
         keeping = ["dense=fsdp2"] if dense == "fsdp2" else []

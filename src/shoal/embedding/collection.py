@@ -13,7 +13,7 @@ from shoal import errors
 from shoal.comm.collectives import Collectives
 from shoal.embedding.gradients import GradientLedger
 from shoal.embedding.layouts import Feature, Layout, compile_layouts, default_layouts
-from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, TicketError, unknown_name
+from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, TicketError, known_name
 from shoal.exchange.all_to_all import AllToAllExchange
 from shoal.exchange.local import Exchange, LocalExchange, Request, Route, Sending
 from shoal.exchange.rows_by_id import RowsOverRanks
@@ -261,9 +261,7 @@ class EmbeddingCollection(nn.Module):
 
     def _house(self, shard: Shard) -> None:
         """Move in with a shard of this process."""
-        hosted = {spec.name: spec for spec in shard.specs}
-        for spec in self._tables.values():
-            checks.hosted_table(spec, hosted)
+        checks.hosted_tables(shard, self._tables.values())
         self._exchange: Exchange = LocalExchange(shard)
         self._settle(shard.specs, GradientLedger(shard, inserts=self.init_on_lookup))
 
@@ -376,8 +374,7 @@ class EmbeddingCollection(nn.Module):
         Raises:
             UnknownName: no such table.
         """
-        if name not in self._tables:
-            raise unknown_name("table", name, self._tables)
+        known_name("table", name, self._tables)
         shard: RowsById = self.shard
         if isinstance(self._exchange, AllToAllExchange):
             shard = RowsOverRanks(self._exchange)

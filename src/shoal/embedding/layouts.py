@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.embedding.combiners import COMBINERS, Combiner, ReduceSum
-from shoal.errors import ConfigError, ShapeError, unknown_name
+from shoal.errors import ConfigError, ShapeError, known_name, unknown_name
 from shoal.lookup import Columns, Joined, LayoutKind, Pooling, PoolPlan, join, plan_of
 from shoal.ragged import KeyedRagged, Ragged
 from shoal.rules.rule import Checked, whole
@@ -291,8 +291,7 @@ def _check_features(tables: Mapping[str, TableSpec], features: Sequence[Feature]
         if feature.name in positions:
             remedy = "Name each feature once; use several slices to read it twice."
             raise ConfigError("feature names", f"{feature.name!r} twice", "distinct names", remedy)
-        if feature.table not in tables:
-            raise unknown_name(f"table of feature {feature.name!r}", feature.table, tables)
+        known_name(f"table of feature {feature.name!r}", feature.table, tables)
         positions[feature.name] = len(positions)
     return positions
 
@@ -304,8 +303,7 @@ def _columns(
     features: Sequence[Feature],
     positions: Mapping[str, int],
 ) -> Columns:
-    if piece.feature not in positions:
-        raise unknown_name(f"feature in layout {layout.name!r}", piece.feature, positions)
+    known_name(f"feature in layout {layout.name!r}", piece.feature, positions)
     index = positions[piece.feature]
     spec = tables[features[index].table]
     start, stop = (0, spec.dim) if piece.segment is None else spec.columns(piece.segment)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shoal.comm.collectives import Arriving, Collectives, Pending
 from shoal.comm.consensus import latest_time, said
-from shoal.errors import CollectiveFailed, ConfigError, DTypeError, ShoalError, unknown_name
+from shoal.errors import CollectiveFailed, ConfigError, DTypeError, ShoalError, known_name
 from shoal.exchange.local import PendingRecords, Request, Route, Sending
 from shoal.exchange.partition import (
     SendPlan,
@@ -87,8 +87,7 @@ class AllToAllExchange:
         per_sender_steps: bool = False,
         wire: Wire | None = None,
     ) -> None:
-        if grad_reduce not in get_args(GradReduce):
-            raise unknown_name("grad_reduce", grad_reduce, get_args(GradReduce))
+        known_name("grad_reduce", grad_reduce, get_args(GradReduce))
         self.shard = shard
         self.placement = placement
         self.specs = tuple(specs)

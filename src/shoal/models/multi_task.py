@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import ConfigError, unknown_name
+from shoal.errors import ConfigError, known_name
 from shoal.models.mlp import MLP, Deep, Inputs, Widths
 
 
@@ -197,8 +197,7 @@ def _order_of(
 ) -> tuple[list[int], list[list[int]]]:
     """The tasks, each after those it reads, and by task the ones it reads."""
     for name in [*relations, *(one for read in relations.values() for one in read)]:
-        if name not in labels:
-            raise unknown_name("label of model.relations", name, labels)
+        known_name("label of model.relations", name, labels)
     read = [[labels.index(one) for one in relations.get(label, ())] for label in labels]
     order: list[int] = []
     while len(order) < len(labels):

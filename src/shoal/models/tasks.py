@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from shoal.errors import ConfigError, ShapeError, unknown_name
+from shoal.errors import ConfigError, ShapeError, known_name
 from shoal.ragged import KeyedRagged
 
 EMBEDDINGS, FIRST_ORDER = "embeddings", "first_order"
@@ -209,8 +209,7 @@ def tasks_of(
     """
     wheres = [own.where for own in settings.values() if own.where is not None]
     for name in (*settings, *wheres):
-        if name not in labels:
-            raise unknown_name("label in tasks", name, labels)
+        known_name("label in tasks", name, labels)
     made = []
     for column, label in enumerate(labels):
         own = settings.get(label, TaskSettings())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal._core import ops as core
 from shoal.address import address, check_dense, fresh_address
-from shoal.errors import DTypeError, InputError, ShapeError, unknown_name
+from shoal.errors import DTypeError, InputError, ShapeError, known_name
 from shoal.lookup import ALONE, BY_ROW, LayoutCall
 from shoal.ops.checks import check_layout
 from shoal.ops.dispatch import linear, operator
@@ -108,8 +108,7 @@ def pooled_layout(layout: Layout, slices: Sequence[Tensor]) -> tuple[Tensor, ...
         UnknownName: no such layout.
         ShapeError: no slices, shapes the layout cannot join, or "addn" of sequences.
     """
-    if layout not in get_args(Layout):
-        raise unknown_name("layout", layout, get_args(Layout))
+    known_name("layout", layout, get_args(Layout))
     shapes = [tuple(part.shape) for part in slices]
     joined = {shape[:-1] for shape in shapes} if layout == "concat" else set(shapes)
     if not shapes or len(shapes[0]) not in (2, 3):

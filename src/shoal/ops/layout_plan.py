@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, unknown_name
+from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, known_name, unknown_name
 from shoal.kernels.host_copies import sent
 from shoal.lookup import (
     Columns,
@@ -52,8 +52,7 @@ class FeatureConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slice_dims", tuple(self.slice_dims))
-        if self.pooling_type not in get_args(PoolingType):
-            raise unknown_name("pooling_type", self.pooling_type, get_args(PoolingType))
+        known_name("pooling_type", self.pooling_type, get_args(PoolingType))
         if not self.slice_dims or min(self.slice_dims) < 1:
             remedy = "Give the width of each slice of the row."
             raise ConfigError("slice_dims", self.slice_dims, "one or more, each at least 1", remedy)
@@ -114,8 +113,7 @@ class OutConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slice_configs", tuple(self.slice_configs))
-        if self.out_type not in get_args(OutType):
-            raise unknown_name("out_type", self.out_type, get_args(OutType))
+        known_name("out_type", self.out_type, get_args(OutType))
         if not self.slice_configs:
             raise ConfigError("slice_configs", "none", "one or more", "Drop the layout instead.")
 
@@ -346,11 +344,9 @@ def _check_keyed(
         got, want = tuple(inverse_N.shape), tuple(batch.values_N.shape)
         raise _bad(ShapeError, "shape of inverse_N", got, want, "Give one row per id.")
     for feature in shared:
-        if feature not in configs.feature_configs:
-            raise unknown_name("shared feature", feature, configs.feature_configs)
+        known_name("shared feature", feature, configs.feature_configs)
     for name, config in configs.feature_configs.items():
-        if config.table not in widths:
-            raise unknown_name("table without a width", config.table, widths)
+        known_name("table without a width", config.table, widths)
         if config.width > widths[config.table]:
             allowed = f"at most {widths[config.table]}, the width of table {config.table!r}"
             remedy = "Its slice_dims must fit the table's rows."

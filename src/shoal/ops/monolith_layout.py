@@ -50,7 +50,7 @@ import torch
 from torch import Tensor
 
 from shoal.address import check_dense
-from shoal.errors import DTypeError, InputError, ShapeError, unknown_name
+from shoal.errors import DTypeError, InputError, ShapeError, known_name
 from shoal.kernels.host_copies import sent
 from shoal.ops.layout_plan import FeatureConfigs, LayoutIndex, on_device
 
@@ -97,8 +97,7 @@ class MonolithOffsets:
     emb_size: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.version not in get_args(Version):
-            raise unknown_name("version", str(self.version), map(str, get_args(Version)))
+        known_name("version", self.version, get_args(Version))
         if self.ps_num < 1:
             raise _bad(InputError, "ps_num", self.ps_num, "1 or more", "One without servers.")
         allowed = {

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal._core import ops as core
 from shoal.address import address
-from shoal.errors import DTypeError, InputError, unknown_name
+from shoal.errors import DTypeError, InputError, known_name
 from shoal.ops.checks import read_offsets
 from shoal.ops.ids_by_shard import RULES
 from shoal.ops.layout_plan import FeatureConfigs, LayoutIndex, cells_of, check_shared
@@ -264,11 +264,9 @@ def completed(
         raise DTypeError(f"{_OP}: device of the batch", got, "cpu", remedy)
     if ps_num < 1:
         raise InputError(f"{_OP}: ps_num", ps_num, "1 or more", "One without shards.")
-    if rule not in get_args(ShardRule):
-        raise unknown_name("rule", rule, get_args(ShardRule))
+    known_name("rule", rule, get_args(ShardRule))
     for name in shared:
-        if name not in feature_cfgs.feature_configs:
-            raise unknown_name("shared feature", name, feature_cfgs.feature_configs)
+        known_name("shared feature", name, feature_cfgs.feature_configs)
     read_offsets(_OP, batch.offsets_FB1, batch.values_N.shape[0])
     check_shared(batch, shared)
     features, size = feature_cfgs.features, batch.batch_size

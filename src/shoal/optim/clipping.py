@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.embedding.gradients import GradientLedger
-from shoal.errors import all_of_kind
+from shoal.errors import all_of_kind, of_kind
 from shoal.optim.sparse import SparseOptimizer, TableGradient, shared, summed, worst
 from shoal.uncompiled import uncompiled
 
@@ -49,6 +49,7 @@ def clip_grad_norm_(
     dense = all_of_kind("dense_params", dense, Tensor)
     members = [sparse] if isinstance(sparse, SparseOptimizer) else sparse
     members = all_of_kind("sparse", members, SparseOptimizer)
+    of_kind("max_norm", max_norm, int, float, Tensor)
     # An empty sum has no largest element, which the infinity norm would ask for.
     tables = [
         proxy

@@ -16,7 +16,7 @@ from shoal.comm.collectives import Collectives
 from shoal.comm.consensus import flagged, reduced
 from shoal.embedding.collection import EmbeddingCollection
 from shoal.embedding.gradients import GradientLedger
-from shoal.errors import CheckpointError, ConfigError, NonFiniteGradient, unknown_name
+from shoal.errors import CheckpointError, ConfigError, NonFiniteGradient, known_name, unknown_name
 from shoal.rules.schedules import ConstantRate, Schedule
 from shoal.table import shard
 from shoal.table.rows import real_dtype
@@ -446,8 +446,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         nan_policy: NanPolicy = "raise",
         nan_clip: float = 1.0,
     ) -> None:
-        if nan_policy not in NAN_POLICIES:
-            raise unknown_name("nan_policy", nan_policy, NAN_POLICIES)
+        known_name("nan_policy", nan_policy, NAN_POLICIES)
         rates = errors.of_kind("rates of tables", {} if rates is None else rates, Mapping)
         collections = find_collections([modules] if isinstance(modules, nn.Module) else modules)
         self.accumulators = share_accumulators(collections)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
-from shoal.errors import ConfigError, unknown_name
+from shoal.errors import ConfigError, known_name, unknown_name
 from shoal.placement import Hosted, Sharding, column_wise
 from shoal.planner.statistics import TableStatistics, zipf
 from shoal.planner.topology import Topology
@@ -61,8 +61,7 @@ class TableInput:
             ("dtype of rows", self.dtype, get_args(RowDType)),
             *(("tier", tier, get_args(Tier)) for tier in self.tiers),
         ):
-            if value not in known:
-                raise unknown_name(f"{what} of table {self.name!r} of a plan", str(value), known)
+            known_name(f"{what} of table {self.name!r} of a plan", value, known)
         finite = math.isfinite(self.rows) and math.isfinite(self.rows_later)
         if not (finite and self.dim >= 1 and self.rows >= 0 and self.state_width >= 0):
             raise ConfigError(
@@ -162,8 +161,7 @@ class Constraint:
             ("dtype of rows", self.dtypes, get_args(RowDType)),
         ):
             for value in values or ():
-                if value not in known:
-                    raise unknown_name(f"{what} of a constraint", str(value), known)
+                known_name(f"{what} of a constraint", value, known)
         limits = (x for x in (self.min_ranks, self.max_ranks) if x is not None)
         whole = [*(self.slices or ()), *limits]
         fine = (
@@ -267,8 +265,7 @@ def constraints_by_table(
         one = constraint_of(given[key], f"constraint of {key!r}")
         if key.startswith(FEATURE):
             name = key.removeprefix(FEATURE)
-            if name not in features:
-                raise unknown_name("feature of a constraint", name, features)
+            known_name("feature of a constraint", name, features)
             table = features[name]
             by_table[table] = _both(table, by_table.get(table, Constraint()), one)
             continue

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
 
-from shoal.errors import ConfigError, unknown_name
+from shoal.errors import ConfigError, known_name
 from shoal.placement import Hosted, Placement, Sharding
 from shoal.planner.cost import PHASES
 from shoal.planner.options import Constraint, Tier
@@ -120,8 +120,7 @@ class Plan:
             )
         named = {spec.name: spec for spec in specs}
         for table in self.tables:
-            if table.name not in named:
-                raise unknown_name("table of a plan", table.name, named)
+            known_name("table of a plan", table.name, named)
             spec = named[table.name]
             if (spec.dim, spec.dtype) != (table.dim, table.dtype):
                 raise ConfigError(
@@ -399,6 +398,5 @@ def _table_of(plain: dict[str, Any], lists: _RankLists) -> TablePlan:
         for one in plain["hosted"]
     )
     for name, known in (("sharding", Sharding), ("tier", Tier), ("dtype", RowDType)):
-        if plain[name] not in get_args(known):
-            raise unknown_name(f"{name} of a plan", str(plain[name]), get_args(known))
+        known_name(f"{name} of a plan", plain[name], get_args(known))
     return TablePlan(**{**plain, "hosted": hosted, "phases": tuple(plain["phases"])})

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ConfigError, unknown_name
+from shoal.errors import ConfigError, known_name
 from shoal.planner.cost import dense_work
 from shoal.planner.make_plan import make_plan
 from shoal.planner.options import TableInput
 from shoal.planner.report import Point, point_of
 from shoal.planner.statistics import zipf
 from shoal.planner.topology import Topology, overridden, read_topology
+from shoal.rules.rule import whole
 
 _KEYS = (
     "rows", "dim", "state_width", "dtype", "copies", "ids_per_sample", "exponent", "tiers",
@@ -68,8 +69,8 @@ def read_tables(path: str | Path) -> Simulated | None:
         if not isinstance(content, dict) or "data" in content or "tables" not in content:
             return None
         tables = [one for key, own in content["tables"].items() for one in _tables(str(key), own)]
-        weights, batch = content.get("dense_weights", 0), content.get("batch_size", 4096)
-        return Simulated(tables, int(weights), int(batch))
+        weights = _whole("dense_weights", content.get("dense_weights", 0), 0)
+        return Simulated(tables, weights, _whole("batch_size", content.get("batch_size", 4096)))
     except ConfigError:
         raise
     except Exception as error:  # of the YAML reader, which raises whatever it meets
@@ -83,9 +84,9 @@ def read_tables(path: str | Path) -> Simulated | None:
 
 def _tables(name: str, own: dict[str, Any]) -> list[TableInput]:
     for key in own:
-        if key not in _KEYS:
-            raise unknown_name(f"key of table {name!r}", str(key), _KEYS)
-    rows, dim, copies = float(own["rows"]), int(own["dim"]), int(own.get("copies", 1))
+        known_name(f"key of table {name!r}", key, _KEYS)
+    rows, dim = float(own["rows"]), _whole(f"dim of table {name!r}", own["dim"])
+    copies = _whole(f"copies of table {name!r}", own.get("copies", 1))
     statistics = zipf(
         rows,
         float(own.get("exponent", 1.05)),
@@ -103,6 +104,13 @@ def _tables(name: str, own: dict[str, Any]) -> list[TableInput]:
         tiers=tuple(own.get("tiers", ("device",))),
     )
     return [replace(one, name=f"{name}_{k}") for k in range(copies)] if copies > 1 else [one]
+
+
+def _whole(what: str, value: Any, low: int = 1) -> int:
+    allowed = whole(low)
+    if not allowed.fits(value):
+        raise ConfigError(what, repr(value), allowed.words, "Round it.")
+    return int(value)
 
 
 def sizes_of(text: str) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shoal.data.batch import Batch
-from shoal.errors import ConfigError, unknown_name
+from shoal.errors import ConfigError, known_name
 from shoal.ragged import KeyedRagged
 
 _FORMAT = "shoal-table-statistics"
@@ -257,5 +257,4 @@ def check_known(statistics: Iterable[str], tables: Iterable[str]) -> None:
     """
     known = tuple(tables)
     for name in statistics:
-        if name not in known:
-            raise unknown_name("table of the statistics", name, known)
+        known_name("table of the statistics", name, known)

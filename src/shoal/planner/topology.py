@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from shoal.comm.launch_environment import detect
-from shoal.errors import ConfigError, unknown_name
+from shoal.errors import ConfigError, known_name
 
 DeviceKind = Literal["cuda", "cpu"]
 Curve = tuple[tuple[float, float], ...]
@@ -257,8 +257,7 @@ class Topology:
                 raise _bad(f"{what} of a topology", value, "1 or more", "Count what is there.")
         if self.world_size > 1 << 16:
             raise _bad("devices of a topology", self.world_size, "65536 or fewer", "Use fewer.")
-        if self.device not in get_args(DeviceKind):
-            raise unknown_name("device of a topology", str(self.device), get_args(DeviceKind))
+        known_name("device of a topology", self.device, get_args(DeviceKind))
         number = isinstance(self.reserve, int | float) and not isinstance(self.reserve, bool)
         if not number or not 0 <= self.reserve < 1:
             raise _bad(
@@ -446,8 +445,7 @@ def read_topology(path: str | Path) -> Topology:
 
 def _described(settings: Mapping[str, Any], folder: Path = Path()) -> Topology:
     for key in settings:
-        if key not in _KEYS:
-            raise unknown_name("key of a topology", key, _KEYS)
+        known_name("key of a topology", key, _KEYS)
     notes: list[str] = []
     base: dict[str, Any] = {}
     if settings.get("measured"):
@@ -458,8 +456,7 @@ def _described(settings: Mapping[str, Any], folder: Path = Path()) -> Topology:
         if differing := _differing(where, fingerprint_of(base["device"], base["local_size"])):
             notes[-1] += f"; {NOT_HERE} ({differing})"
     kind = settings.get("device", base.get("device", "cuda"))
-    if kind not in get_args(DeviceKind):
-        raise unknown_name("device of a topology", str(kind), get_args(DeviceKind))
+    known_name("device of a topology", kind, get_args(DeviceKind))
     if base and kind != base["device"]:
         remedy = "Measure there with shoal plan calibrate, or leave the file out."
         raise _bad(

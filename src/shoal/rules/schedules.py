@@ -46,6 +46,7 @@ _RISING = Allowed(
     lambda steps: list(steps) == sorted(set(steps)),
     "Sort them and drop repeats.",
 )
+_SEVERAL = Allowed("several numbers", lambda values: isinstance(values, tuple | list))
 Rate = Annotated[
     float | Schedule,
     Allowed(_RATE.words, lambda value: isinstance(value, Schedule) or _RATE.fits(value)),
@@ -140,6 +141,8 @@ class Piecewise(Schedule):
     values: tuple[float, ...]
 
     def __post_init__(self) -> None:
+        for name in ("boundaries", "values"):
+            check(self, name, getattr(self, name), _SEVERAL)
         for boundary in self.boundaries:
             check(self, "boundaries", boundary, whole(1))
         Schedule.__post_init__(self)

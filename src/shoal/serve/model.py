@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.errors import ShapeError, unknown_name
+from shoal.errors import ShapeError, known_name
 from shoal.models.tasks import outputs_of
 from shoal.serve.rows import PooledRows
 from shoal.serve.signature import (
@@ -154,8 +154,7 @@ class DenseModel:
         """The inputs of a request."""
         known = {one.name: one for one in self.signature.inputs}
         for name in inputs:
-            if name not in known:
-                raise unknown_name("input of the model", name, known)
+            known_name("input of the model", name, known)
         sizes = [len(one) for one in inputs.values() if one.ndim]
         size = checked_size(sizes[0] if sizes else 0)
         arrays = {k: as_numbers(inputs.get(k), one, size) for k, one in known.items()}
@@ -204,8 +203,7 @@ class LookupModel:
         """The ids of a request."""
         ids = {}
         for name, given in inputs.items():
-            if name not in self._numbers:
-                raise unknown_name("table of the model", name, self._numbers)
+            known_name("table of the model", name, self._numbers)
             if given.ndim != 1:
                 remedy = "Send a list of ids for each table."
                 raise ShapeError(f"ids of table {name!r}", list(given.shape), "[N]", remedy)

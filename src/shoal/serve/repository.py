@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Literal
 
-from shoal.errors import ConfigError, ServerLost, ShoalError, unknown_name
+from shoal.errors import ConfigError, ServerLost, ShoalError, known_name, unknown_name
 from shoal.serve.loading import VersionSource
 from shoal.serve.model import Model
 
@@ -194,8 +194,7 @@ class Repository:
         return self._entry(name).source.staleness_s()
 
     def _entry(self, name: str) -> _Entry:
-        if name not in self._entries:
-            raise unknown_name("model", name, self._entries)
+        known_name("model", name, self._entries)
         return self._entries[name]
 
     def _watch(self) -> None:

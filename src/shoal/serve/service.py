@@ -25,6 +25,7 @@ from shoal.errors import (
     ServerLost,
     ShoalError,
     UnknownName,
+    known_name,
     unknown_name,
 )
 from shoal.serve.batching import Batcher, TokenBucket
@@ -250,14 +251,12 @@ class Service:
         """
         inputs = [one.name for one in model.signature.inputs]
         for name in names:
-            if name not in inputs:
-                raise unknown_name("input of the model", name, inputs)
+            known_name("input of the model", name, inputs)
         if len(set(names)) < len(names):
             raise refused("inputs", "one of them twice", "each once", "Name each input once.")
         names = [one.name for one in model.signature.outputs]
         for name in wanted:
-            if name not in names:
-                raise unknown_name("output of the model", name, names)
+            known_name("output of the model", name, names)
         outputs = self._batcher.predict(
             model,
             lambda: model.read(self._within(decode())),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.address import address, group_addresses
-from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, all_of_kind, unknown_name
+from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, all_of_kind, known_name
 from shoal.ids import salt
 from shoal.lookup import POOLINGS, PoolPlan, check_sums
 from shoal.table import shard
-from shoal.table.shard import IdGroups, StepContext, SummedGrads
+from shoal.table.shard import IdGroups, RowsById, StepContext, SummedGrads
 from shoal.table.spec import TableSpec
 from shoal.table.values import RowChunk
 
@@ -42,18 +42,24 @@ def distinct_names(specs: Sequence[TableSpec]) -> None:
         raise ConfigError("tables of a shard", names, "distinct names", remedy)
 
 
-def hosted_table(spec: TableSpec, hosted: Mapping[str, TableSpec]) -> None:
-    """Check that a table is among those of a shard, given by name.
+def hosted_tables(given: RowsById, specs: Iterable[TableSpec]) -> dict[str, TableSpec]:
+    """The tables of a shard by name, after a check that these are among them.
 
     Raises:
+        DTypeError: no shard.
         UnknownName: the shard has none of this name.
         ConfigError: it has another spec.
     """
-    if spec.name not in hosted:
-        raise unknown_name("table of the given shard", spec.name, hosted)
-    if hosted[spec.name] != spec:
-        got, remedy = "another spec than the given shard's", "Take the specs from shard.specs."
-        raise ConfigError(f"spec of table {spec.name!r}", got, "the same spec", remedy)
+    if not hasattr(given, "specs"):
+        got, remedy = f"{given!r:.100} ({type(given).__name__})", "Pass one, or leave it out."
+        raise DTypeError("shard", got, "a shard, as make_shard returns", remedy)
+    hosted = {one.name: one for one in given.specs}
+    for spec in specs:
+        known_name("table of the given shard", spec.name, hosted)
+        if hosted[spec.name] != spec:
+            got, remedy = "another spec than the given shard's", "Take the specs from shard.specs."
+            raise ConfigError(f"spec of table {spec.name!r}", got, "the same spec", remedy)
+    return hosted
 
 
 def expected_rows(rows: object) -> int:
@@ -238,8 +244,7 @@ def plan(
         raise ShapeError("pool plan", got, f"one per group, {len(tables)}", remedy)
     dtypes: dict[int, torch.dtype] = {}
     for pool, table in zip(value.pools, tables, strict=True):
-        if pool.pooling not in POOLINGS:
-            raise unknown_name("pooling of a pool plan", str(pool.pooling), POOLINGS)
+        known_name("pooling of a pool plan", pool.pooling, POOLINGS)
         for piece in pool.slices:
             width = (pool.length - 1) * piece.stride + piece.width
             if not 0 <= piece.output < len(value.outputs):
@@ -314,8 +319,7 @@ def rates(ctx: StepContext, specs: Sequence[TableSpec]) -> None:
         return
     known = {spec.name: len(spec.segments) for spec in specs}
     for name, row in ctx.learning_rates.items():
-        if name not in known:
-            raise unknown_name("table in learning_rates", name, known)
+        known_name("table in learning_rates", name, known)
         if len(row) != known[name]:
             what, remedy = f"learning rates of table {name!r}", "Order them as the spec's segments."
             raise ShapeError(what, len(row), f"one per segment, {known[name]}", remedy)

@@ -65,8 +65,7 @@ class Table:
         if shard is None:
             shard = make_shard((spec,), seed=seed, device=device, host_rows=host_rows)
         self._shard: RowsById = shard
-        hosted = {one.name: one for one in shard.specs}
-        checks.hosted_table(spec, hosted)
+        hosted = checks.hosted_tables(shard, [spec])
         self._index = list(hosted).index(spec.name)
         self._spec = hosted[spec.name]
         home = shard.device

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.errors import ConfigError, unknown_name
+from shoal.errors import ConfigError, known_name
 from shoal.placement import (
     BUCKETS,
     Hosted,
@@ -109,8 +109,7 @@ def check_placement(specs: Sequence[TableSpec], placement: Placement) -> None:
     """
     names = {spec.name for spec in specs}
     for table in placement.tables():
-        if table not in names:
-            raise unknown_name("table of a placement", table, names)
+        known_name("table of a placement", table, names)
     for spec in specs:
         slices = placement.of(spec.name)
         stop = slices[-1].stop if slices else 0
@@ -150,8 +149,7 @@ def plan_placement(
     kinds = dict(kinds or {})
     names = [spec.name for spec in specs]
     for table in kinds:
-        if table not in names:
-            raise unknown_name("table of a placement", table, names)
+        known_name("table of a placement", table, names)
     nodes = _nodes(world_size, local_world_size)
     load = [0] * world_size
     hosted: list[Hosted] = []

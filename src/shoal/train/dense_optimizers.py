@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shoal.config.tree import DenseOptimizerSettings, DenseRuleSettings
-from shoal.errors import ConfigError, unknown_name
+from shoal.errors import ConfigError, known_name, unknown_name
 from shoal.rules.schedules import Schedule, as_rate
 
 Rate = float | Schedule
@@ -71,8 +71,7 @@ def _made(weights: Sequence[nn.Parameter], rule: DenseRuleSettings, lr: float) -
     known = inspect.signature(kind).parameters
     given: dict[str, Any] = {key: _as_argument(value) for key, value in rule.options.items()}
     for key, value in given.items():
-        if key not in known.keys() - _NO_OPTIONS:
-            raise unknown_name(f"option of {what}", key, known.keys() - _NO_OPTIONS)
+        known_name(f"option of {what}", key, known.keys() - _NO_OPTIONS)
         _check_like(f"option {key} of {what}", value, known[key].default, key)
     if "weight_decay" in known:
         given["weight_decay"] = rule.weight_decay

@@ -136,3 +136,11 @@ def test_tables_without_sense(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ConfigError):
             read_tables(file)
+    for text, what in (
+        ("tables: {a: {rows: 1, dim: 64.7}}", "dim of table 'a': got 64.7"),
+        ("tables: {a: {rows: 1, dim: 4, copies: 0}}", "copies of table 'a': got 0"),
+        ("{tables: {a: {rows: 1, dim: 4}}, batch_size: 1.5}", "batch_size: got 1.5"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=f"{what}; allowed: a whole number"):
+            read_tables(file)

@@ -10,7 +10,7 @@ from torch import nn
 
 from shoal import DistributedModelParallel, EmbeddingCollection, Feature, Layout, LayoutSlice, comm
 from shoal.compat import torchrec
-from shoal.errors import ConfigError, InputError, ShapeError, UnknownName
+from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, UnknownName
 from shoal.pipeline import TrainPipeline
 from shoal.ragged import KeyedRagged
 from support.pipeline_runs import spec, toy
@@ -47,6 +47,15 @@ def test_weights_of_an_embedding_bag_collection_are_rows_by_number() -> None:
     torch.testing.assert_close(tables.eval()(ids)["out"], expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_weights_take_the_dtype_of_their_table(dtype: torch.dtype) -> None:
+    tables = collection()
+    source = Bags(t=tables.tables["t"].dim).to(dtype)
+    torchrec.import_weights(tables, source)
+    found = tables.table("t").lookup(list(range(5)))
+    torch.testing.assert_close(found, source.embedding_bags["t"].weight.detach().float())
+
+
 def test_weights_of_a_state_dict_are_those_of_its_tables() -> None:
     tables = collection()
     model = nn.ModuleDict({"sparse": Bags(t=tables.tables["t"].dim), "over": nn.Linear(2, 1)})
@@ -64,6 +73,10 @@ def test_weights_that_do_not_fit_are_refused() -> None:
     dim = tables.tables["t"].dim
     with pytest.raises(ShapeError, match="weights of table 't'"):
         torchrec.import_weights(tables, Bags(t=dim + 1))
+    with pytest.raises(DTypeError, match=r"int8.*Dequantise"):
+        torchrec.import_weights(
+            tables, {"embedding_bags.t.weight": torch.zeros(2, dim, dtype=torch.int8)}
+        )
     with pytest.raises(UnknownName, match="other"):
         torchrec.import_weights(tables, Bags(t=dim, other=dim))
     with pytest.raises(InputError, match="one name twice"):

@@ -28,7 +28,7 @@ from shoal.checkpoint.formats.foreign import (
 )
 from shoal.checkpoint.manifest import SavedTable
 from shoal.checkpoint.row_files import Columns, selected
-from shoal.errors import unknown_name
+from shoal.errors import known_name
 
 _NOTE, _SEED, _PLACE = b"shoal.table", b"shoal.seed", b"shoal.place"
 _SAVED = TypeAdapter(SavedTable)
@@ -230,8 +230,7 @@ def _column(
     file: Path, names: list[str], what: str, asked: str | None, usual: tuple[str, ...]
 ) -> str:
     if asked is not None:
-        if asked not in names:
-            raise unknown_name(f"column of {what} in {file}", asked, names)
+        known_name(f"column of {what} in {file}", asked, names)
         return asked
     found = next((name for name in usual if name in names), None)
     if found is None:

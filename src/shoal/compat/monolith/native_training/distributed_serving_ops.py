@@ -24,7 +24,7 @@ from shoal.compat.monolith.native_training.protos.parameter_sync_pb2 import (
     PushResult,
 )
 from shoal.compat.monolith.native_training.sync_clients import BoundTable
-from shoal.errors import ConfigError, InputError, unknown_name
+from shoal.errors import ConfigError, InputError, known_name
 from shoal.serve.packages import DecodeError, MessageToJson, grpc
 from shoal.serve.protos import tfserving_pb2 as tfs
 
@@ -105,8 +105,7 @@ class ParameterSyncClient:
         Raises:
             UnknownName: of a table that was not bound.
         """
-        if table not in self._tables:
-            raise unknown_name(f"table of sync client {self.shared_name}", table, self._tables)
+        known_name(f"table of sync client {self.shared_name}", table, self._tables)
         if len(ids):
             with self._lock:
                 self._touched.setdefault(table, _Touched()).add(ids.detach().clone())

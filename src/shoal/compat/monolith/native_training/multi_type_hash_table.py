@@ -16,7 +16,7 @@ from shoal.compat.monolith.native_training.sync_clients import (
     BoundTable,
     SyncClient,
 )
-from shoal.errors import unknown_name
+from shoal.errors import known_name
 from shoal.ps.client import RowsOverServers
 from shoal.table import checks
 from shoal.table.factory import make_shard
@@ -183,8 +183,7 @@ class BaseMultiTypeHashTable:
     def _groups(self, parts: Sequence[tuple[str, Tensor]]) -> IdGroups:
         device, sizes, numbers, ids = self.rows.device, [0], [], []
         for slot, ids_n in parts:
-            if slot not in self._numbers:
-                raise unknown_name("slot", slot, self._numbers)
+            known_name("slot", slot, self._numbers)
             ids_n = ids_n.to(device).contiguous()
             checks.flat(f"ids of slot {slot!r}", ids_n, device)
             numbers.append(self._numbers[slot])
