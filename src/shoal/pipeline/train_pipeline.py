@@ -26,7 +26,7 @@ from torch import nn
 from shoal.comm.collectives import Collectives, LocalCollectives
 from shoal.comm.consensus import require_same
 from shoal.embedding.collection import EmbeddingCollection
-from shoal.errors import ConfigError, InputError, all_of_kind, of_kind
+from shoal.errors import ConfigError, InputError, of_kind
 from shoal.pipeline import batches
 from shoal.pipeline.executor import Executor, Round
 from shoal.pipeline.scheduler import Settings
@@ -334,7 +334,7 @@ def create_train_pipeline(
         snapshot_before=snapshot_before,
         evict_due_s=evict_due_s,
     )
-    pipeline.hooks = all_of_kind("hooks", hooks, Callable)  # type: ignore[arg-type]
+    pipeline.hooks = tuple(of_kind("hooks", hooks, Sequence))
     return pipeline
 
 
