@@ -8,7 +8,7 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_origin
 
 import numpy as np
 
@@ -117,13 +117,14 @@ def _fields(cls: type) -> tuple[tuple[str, Allowed], ...]:
     found = []
     for name, hint in typing.get_type_hints(cls, include_extras=True).items():
         words = typing.get_args(hint)
-        if typing.get_origin(hint) is Literal:
+        if get_origin(hint) is Literal:
             fits = words.__contains__
             found.append((name, Allowed(", ".join(map(repr, words)), fits, "Name one of them.")))
         found += [(name, one) for one in words if isinstance(one, Allowed)]
-        kinds = [one for one in words or (hint,) if isinstance(one, type)]
+        # Under Python 3.10 tuple[int] is a type, too.
+        kinds = [one for one in words or (hint,) if isinstance(one, type) and not get_origin(one)]
         if any(issubclass(one, Checked | str | bool) for one in kinds):
-            found.append((name, _instances(tuple(kinds), typing.get_origin(hint) is tuple)))
+            found.append((name, _instances(tuple(kinds), get_origin(hint) is tuple)))
     return tuple(found)
 
 
