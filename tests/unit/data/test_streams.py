@@ -243,7 +243,7 @@ def test_bad_records_are_named_counted_and_left_out(sent: Sent, tmp_path: Path):
     assert batches[-1].places is not None and batches[-1].places["2"] == (2 * len(bad), 0)
     # Those that were read ahead of the first batch do not count at its end.
     feed = sent.loader(5, quarantine=quarantine).feed
-    loader = StreamLoader(feed, 5, max_examples=10)
+    loader = StreamLoader(feed, 5, max_examples=10, wait_s=SETTINGS["wait_s"])
     first = next(iter(loader))
     assert first.places == {**first.places, "2": (10, 0)}
     assert feed.left_out(first.places) == 5
@@ -352,6 +352,8 @@ def test_a_partition_that_is_added_waits_for_where_it_begins(
     with monkeypatch.context() as patched:
         patched.setattr(KafkaFeed, "_numbers", lambda *_: [0, 1, 2])
         assert list(feed.start(RankShare(), {})) == ["0", "1", "2"]
+    numbers = KafkaFeed._numbers
+    monkeypatch.setattr(KafkaFeed, "_numbers", lambda feed, _: numbers(feed, 60.0))
     feed._consumer = Late(feed._consumer)
     assert [feed.added(), feed.added(), feed.added()] == [{}, {"3": (0, 0)}, {}]
     feed.close()

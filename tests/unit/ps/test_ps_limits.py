@@ -52,6 +52,11 @@ def groups(count: int) -> IdGroups:
     )
 
 
+def free_address() -> str:
+    """For servers that come back: nobody gets its port while none listens there."""
+    return f"tcp://127.0.0.1:{free_port()}"
+
+
 def rows_of(server: Server, **options: int) -> RowsOverServers:
     rows: RowsOverServers = connect([server.address], SPECS, **options).shard
     return rows
@@ -313,8 +318,7 @@ def test_the_health_of_servers(served: tuple[TableServer, Server], tmp_path: Pat
 def test_updates_that_a_server_lost_are_counted_at_the_end() -> None:
     """No further update has to come for that: it may have been the worker's last."""
     table = TableServer(SPECS, index=0, of=1)
-    port = free_port()
-    server = table.serve(f"tcp://127.0.0.1:{port}")
+    server = table.serve(free_address())
     rows = connect([server.address], SPECS, worker="w", patience=Patience(reply_s=30)).shard
     for _ in range(3):
         rows.assign_add(groups(2), [torch.ones(2, 64)], ctx=StepContext())
@@ -326,7 +330,7 @@ def test_updates_that_a_server_lost_are_counted_at_the_end() -> None:
     server.stop()
     restarted = TableServer(SPECS, index=0, of=1)
     restarted.resume(saved)
-    server = restarted.serve(f"tcp://127.0.0.1:{port}")
+    server = restarted.serve(server.address)
     assert rows.servers.count_lost() == 2
     rows.servers.close()
     assert rows.servers.staleness.lost == 2
@@ -339,7 +343,7 @@ def test_updates_that_a_server_lost_are_counted_at_the_end() -> None:
 def test_an_update_brings_the_count_of_those_that_were_lost() -> None:
     """What a run logs as `servers/lost`: nobody asks for it before the end."""
     table = TableServer(SPECS, index=0, of=1)
-    server = table.serve("tcp://127.0.0.1:0")
+    server = table.serve(free_address())
     rows: RowsOverServers = connect([server.address], SPECS, worker="w").shard
     yes = torch.ones(2, dtype=torch.bool)
     found = ServerTicket(groups(2), torch.ones(2, dtype=torch.int64), yes, yes, 0, (), (0,))
@@ -421,9 +425,9 @@ def test_tables_are_known_without_the_data(overrides: dict[str, Any], tmp_path: 
 class Slow:
     """A server whose replies wait until they are let through."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = "tcp://127.0.0.1:0") -> None:
         self.open = threading.Event()
-        self.server = Server("tcp://127.0.0.1:0", self._handle, threads=8)
+        self.server = Server(address, self._handle, threads=8)
 
     def _handle(self, head: bytes, frames: Frames) -> tuple[bytes, list[memoryview]]:
         if head == b"slow":
@@ -498,7 +502,7 @@ def test_loopback_goes_by_a_unix_socket_of_the_same_user() -> None:
 def test_a_server_that_comes_back_without_its_unix_socket_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    slow = Slow()
+    slow = Slow(free_address())
     client = Client([slow.server.address])
     assert client.call(0, b"a", timeout_s=60).result()[0] == b"a"
     slow.server.stop()
@@ -525,8 +529,8 @@ def test_an_update_that_was_given_up_is_not_applied_with_other_values(
     if not unix:
         monkeypatch.setattr(transport, "_local", lambda address: None)
     specs = (TableSpec(name="t", segments=(Segment(dim=4, initializer=Zeros()),)),)
-    server = TableServer(specs, index=0, of=1).serve("tcp://127.0.0.1:0")
-    address = server.address
+    address = free_address()
+    server = TableServer(specs, index=0, of=1).serve(address)
     rows: RowsOverServers = connect([address], specs).shard
     rows.servers._patience = Patience(reply_s=0.5, repeats=0)
     server.stop()

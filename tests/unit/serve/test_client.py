@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -199,14 +200,17 @@ def endpoint(clients: ReplicaSet) -> Any:
     return next(iter(clients._endpoints.values()))
 
 
-def test_failures_together_leave_a_replica_out_for_a_second() -> None:
+def test_failures_together_leave_a_replica_out_for_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shoal.serve.client.time", SimpleNamespace(monotonic=lambda: 100.0))
     with ReplicaSet(["127.0.0.1:1"]) as clients:
         one = endpoint(clients)
         one.in_flight = 16
         for _ in range(16):
             one.done(0.001, grpc.StatusCode.UNAVAILABLE)
         assert (one.failures, one.in_flight) == (3, 0)
-        assert one.out_until_s <= time.monotonic() + 1
+        assert one.out_until_s == 101
         assert one.mean_s == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -202,12 +203,16 @@ def test_a_checkpoint_of_the_same_name_takes_the_place_of_the_one_in_use(tmp_pat
         assert_same(replica, [again])
 
 
-def test_a_replica_serves_its_checkpoint_while_no_publisher_is_there(tmp_path: Path) -> None:
+def test_a_replica_serves_its_checkpoint_while_no_publisher_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rank, _ = trained(8)
     save(rank, tmp_path, 1)
-    address = ["tcp://127.0.0.1:1"]
+    address, asks, turn = ["tcp://127.0.0.1:1"], threading.Event(), Replica._turn
+    monkeypatch.setattr(Replica, "_turn", lambda *given: asks.wait(WAIT_S) and turn(*given))
     with Replica(SPECS, address, checkpoint=str(tmp_path), every_s=0.01, reply_s=0.1) as replica:
         assert replica.status()[0].state == "LOADING"
+        asks.set()
         ends = time.monotonic() + WAIT_S
         while replica.status()[0].state != "AVAILABLE":
             assert time.monotonic() < ends

@@ -30,6 +30,7 @@ from support.published import (
     train,
     trainers,
 )
+from support.ranks import free_port
 from support.shares import SHARE
 
 CASES = 200
@@ -51,7 +52,7 @@ class World:
         self.keep_bytes = draw.choice([1, 20_000, 1 << 30])
         self.stack = ExitStack()
         (self.rank,) = trainers(1)
-        self.address = "tcp://127.0.0.1:0"
+        self.address = f"tcp://127.0.0.1:{free_port()}"  # nobody gets it between two trainers
         self.resumed: Any = None
         self.shares = draw.choice([1, 1, 2, 3])
         self.replicas: list[Replica] = []
@@ -84,7 +85,6 @@ class World:
             except Exception:  # noqa: BLE001  the port of the one that was killed is not free yet
                 assert time.monotonic() < ends
                 time.sleep(0.05)
-        self.address = self.server.address
 
     def kill_trainer(self) -> None:
         self.server.stop()

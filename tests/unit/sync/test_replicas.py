@@ -363,9 +363,10 @@ def test_the_numbers_of_replicas_and_publishers(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("shoal.sync.status._RATE_S", 600.0)
     ranks, draw = trainers(1), random.Random(18)
     train(ranks, draw)
-    with serving(ranks) as (publishers, addresses), following(addresses) as replica:
+    with serving(ranks) as (publishers, addresses), ExitStack() as stack:
         publisher = publishers[0]
         assert publisher.status().replicas == ()
+        replica = stack.enter_context(following(addresses))
         wait(replica, publishers)
         train(ranks, draw)
         wait(replica, publishers)
