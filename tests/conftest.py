@@ -47,8 +47,10 @@ LACKING = [name for name in OPTIONAL if importlib.util.find_spec(name) is None]
 if "hypothesis" not in LACKING:
     from hypothesis import settings
 
-    # A busy machine is no reason to fail.
-    settings.register_profile("shoal", deadline=None)
+    # A busy machine is no reason to fail, nor is a draw that no change had to do with: examples are
+    # the same each time. `--hypothesis-profile=explore` draws others.
+    settings.register_profile("shoal", deadline=None, derandomize=True)
+    settings.register_profile("explore", deadline=None)
     settings.load_profile("shoal")
 
 
