@@ -79,12 +79,14 @@ class Killer:
 
     def wait_for(self, lines: int) -> None:
         """Until the child has said so much, or that it dies, or does no more."""
-        until = time.monotonic() + 60
+        until, heard = time.monotonic() + 60, 0
         while time.monotonic() < until:
             said = self.said()
             assert not said or said[-1][0] != "failed", " ".join(said[-1])
             if len(said) >= lines or (said and said[-1][0] in ("dies", "idle")):
                 return
+            if len(said) > heard:
+                until, heard = time.monotonic() + 60, len(said)
             time.sleep(0.003)
         raise AssertionError(f"the child hangs after {self.log.read_text()}")
 
