@@ -162,6 +162,7 @@ def run(root: Path, seed: int, kills: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiproc
+@pytest.mark.timeout(900)
 def test_killed_saves_lose_nothing_that_was_committed(tmp_path: Path) -> None:
     run(tmp_path / "store", 1, CI_KILLS)
 
