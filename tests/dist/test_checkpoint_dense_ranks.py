@@ -136,8 +136,7 @@ def everywhere(work: str, folder: Path, form: str, device: str = "cpu") -> Any:
     """What the first rank returns."""
     if form == "one":
         return globals()[work](str(folder), form, LocalCollectives(), torch.device(device))
-    limit_s = 60 if device == "cpu" else 180
-    found = run_ranks(2, on_ranks, work, str(folder), form, device, timeout_s=limit_s, reuse=True)
+    found = run_ranks(2, on_ranks, work, str(folder), form, device, reuse=True)
     return found[0]
 
 

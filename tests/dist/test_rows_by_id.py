@@ -61,7 +61,7 @@ def table(kind: str, **more: Any) -> Table:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     assert dist.group.WORLD is not None
-    collectives = TorchCollectives(dist.group.WORLD, torch.device("cpu"), 20.0)
+    collectives = TorchCollectives(dist.group.WORLD, torch.device("cpu"), 120.0)
     one = spec(**more)
     return Table(one, shard=over_ranks(collectives, KINDS[kind], one))
 

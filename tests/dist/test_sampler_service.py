@@ -191,7 +191,7 @@ def test_patience_is_kept(monkeypatch: pytest.MonkeyPatch, patience_s: float, se
 
 def nodes(settings: SamplerSettings, local_rank: int) -> tuple[list[str], str]:
     """Two nodes of one hostname, as containers may be."""
-    mesh = comm.init(device="cpu", timeout_s=60)
+    mesh = comm.init(device="cpu", timeout_s=120)
     opener = partial(Sampler.open, settings, RECIPE, seed=5)
     try:
         client, server = start_service(
@@ -222,7 +222,7 @@ def test_what_a_server_cannot_open_is_reported(settings: SamplerSettings, tmp_pa
 
 
 def served(settings: SamplerSettings) -> tuple[dict[str, Any], list[int], int | None, bool]:
-    mesh = comm.init(device="cpu", timeout_s=60)
+    mesh = comm.init(device="cpu", timeout_s=120)
     opener = partial(Sampler.open, settings, RECIPE, seed=5)
     client, server = start_service(
         opener, mesh.control, id="item", user="user", local_rank=mesh.rank, clients=3
@@ -260,7 +260,7 @@ def test_ranks_of_a_node_share_a_server(settings: SamplerSettings) -> None:
 def spread(settings: SamplerSettings) -> tuple[dict[str, Any], list[int], list[int], bool]:
     """Two nodes with a part of the items each; one server dies between two draws."""
     sampler_service._local_only = lambda host: False  # type: ignore[assignment]  # of both nodes
-    mesh = comm.init(device="cpu", timeout_s=60)
+    mesh = comm.init(device="cpu", timeout_s=120)
     opener = partial(Sampler.open, settings, RECIPE, seed=5)
     client, server = start_service(
         opener, mesh.control, id="item", user="user", local_rank=0, clients=3, spread=True
@@ -299,7 +299,7 @@ def test_items_spread_over_servers_are_drawn_as_one(settings: SamplerSettings) -
 
 
 def failing(settings: SamplerSettings, **more: Any) -> str:
-    mesh = comm.init(device="cpu", timeout_s=60)
+    mesh = comm.init(device="cpu", timeout_s=120)
     opener = partial(Sampler.open, settings, RECIPE)
     try:
         start_service(opener, mesh.control, **{"id": "item", "local_rank": mesh.rank, **more})

@@ -297,12 +297,15 @@ def opened_and_closed() -> tuple[int, int]:
             collectives.close()
             with pytest.raises(CollectiveFailed, match="closed"):
                 collectives.barrier(what="too late")
-        return before, held()
+        ends = time.monotonic() + 60  # a thread that was joined may be in /proc for a while
+        while (after := held()) > before and time.monotonic() < ends:
+            time.sleep(0.05)
+        return before, after
 
 
 def test_close_gives_everything_back() -> None:
     for before, after in run_ranks(2, opened_and_closed):
-        assert after == before
+        assert after <= before
 
 
 def other_host() -> str:

@@ -79,12 +79,14 @@ class Killer:
 
     def wait_for(self, lines: int) -> None:
         """Until the child has said so much, or that it dies, or does no more."""
-        until = time.monotonic() + 60
+        until, heard = time.monotonic() + 60, 0
         while time.monotonic() < until:
             said = self.said()
             assert not said or said[-1][0] != "failed", " ".join(said[-1])
             if len(said) >= lines or (said and said[-1][0] in ("dies", "idle")):
                 return
+            if len(said) > heard:
+                until, heard = time.monotonic() + 60, len(said)
             time.sleep(0.003)
         raise AssertionError(f"the child hangs after {self.log.read_text()}")
 
@@ -160,6 +162,7 @@ def run(root: Path, seed: int, kills: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiproc
+@pytest.mark.timeout(900)
 def test_killed_saves_lose_nothing_that_was_committed(tmp_path: Path) -> None:
     run(tmp_path / "store", 1, CI_KILLS)
 

@@ -18,6 +18,7 @@ pytestmark = [
     pytest.mark.multiproc,
     pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory: Linux only"),
     pytest.mark.slow,
+    pytest.mark.timeout(900),
 ]
 
 ROWS = 1_500_000

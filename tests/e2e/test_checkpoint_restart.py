@@ -22,10 +22,11 @@ from shoal.checkpoint import CheckpointStore, read_manifest, verify
 from support.rank_devices import DEVICES
 from support.ranks import free_port, run_ranks
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
+# Longer than the limits below together.
+pytestmark = [pytest.mark.multiproc, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 # Of a job, twice that a rank needs to its fifth step: kernels are compiled first on a GPU.
-LIMIT_S = {"cpu": 150, "cuda": 360}
+LIMIT_S = {"cpu": 200, "cuda": 360}
 ROOT = Path(__file__).parents[2]
 CONFIG: dict[str, Any] = {
     "name": "tiny",

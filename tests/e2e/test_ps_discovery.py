@@ -85,9 +85,17 @@ class Cluster:
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
 
-    def who(self, line: str) -> list[str]:
-        """The servers whose last line it is."""
-        return [name for name in self._processes if self.said(name).endswith(line + "\n")]
+    def standing_by(self) -> list[str]:
+        """The servers that wait for an index, whatever else they log meanwhile."""
+        found = [
+            self.said(name).partition("all indices are taken: standing by\n")
+            for name in self._processes
+        ]
+        return [
+            name
+            for name, (_, waits, after) in zip(self._processes, found, strict=True)
+            if waits and f" of {self.servers} at " not in after
+        ]
 
     def said(self, name: str) -> str:
         return self.log(name).read_text() if self.log(name).exists() else ""
@@ -196,8 +204,8 @@ def started(cluster: Cluster, *names: str) -> None:
 @pytest.mark.slow
 def test_a_server_that_stands_by_takes_over(cluster: Cluster) -> None:
     started(cluster, "a", "b", "c")
-    until(lambda: len(cluster.who("all indices are taken: standing by")) == 1, 120)
-    (spare,) = cluster.who("all indices are taken: standing by")
+    until(lambda: len(cluster.standing_by()) == 1, 120)
+    (spare,) = cluster.standing_by()
     cluster.connect()
     store = CheckpointStore(cluster.folder / "store/server-1-of-2")
     until(lambda: len(store.list()) >= 2)
@@ -220,7 +228,7 @@ def test_a_server_that_was_replaced_ends_and_saves_nothing(cluster: Cluster) -> 
     started(cluster, "a", "b")
     cluster.connect()
     cluster.start("c")
-    until(lambda: cluster.who("all indices are taken: standing by") == ["c"], 120)
+    until(lambda: cluster.standing_by() == ["c"], 120)
     (still,) = cluster.serving(0)
     cluster.signal(still, signal.SIGSTOP)
     until(lambda: "c" in cluster.serving(0), 120)

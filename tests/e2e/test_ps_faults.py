@@ -35,7 +35,7 @@ def test_a_killed_server_loses_what_came_since_its_last_save(job: Job, case: int
     chance = random.Random(case)
     job.start()
     victim, saves = chance.randrange(2), chance.randrange(6)
-    job.wait(lambda: job.stores(victim) >= saves)
+    job.wait(lambda: job.saves(victim) >= saves)
     time.sleep(chance.uniform(0, 0.3))
     job.servers[victim].kill()
     job.servers[victim].join()
@@ -134,8 +134,8 @@ def test_a_server_that_is_killed_again_still_knows_what_it_lost(job: Job, case: 
     chance = random.Random(case)
     job.start()
     for _ in range(2):
-        saves = job.stores(0) + chance.randrange(1, 3)
-        job.wait(lambda saves=saves: job.stores(0) >= saves)  # type: ignore[misc]
+        saves = job.saves(0) + chance.randrange(1, 3)
+        job.wait(lambda saves=saves: job.saves(0) >= saves)  # type: ignore[misc]
         time.sleep(chance.uniform(0, 0.2))
         job.servers[0].kill()
         job.servers[0].join()

@@ -143,6 +143,7 @@ class Relay:
         self.server = f"127.0.0.1:{port}"
         self._instead = b"127.0.0.1" + struct.pack(">i", port)
         self._ends: list[socket.socket] = []
+        self._cutting = threading.Lock()
         self._thread = threading.Thread(target=self._accept, daemon=True)
         self._thread.start()
 
@@ -156,7 +157,12 @@ class Relay:
                 ours.close()
                 continue
             theirs = socket.create_connection(self._broker)
-            self._ends += [ours, theirs]
+            with self._cutting:
+                if not self._open:
+                    ours.close()
+                    theirs.close()
+                    continue
+                self._ends += [ours, theirs]
             for one, other in ((ours, theirs), (theirs, ours)):
                 threading.Thread(target=self._pass, args=(one, other), daemon=True).start()
 
@@ -169,11 +175,12 @@ class Relay:
 
     def cut(self) -> None:
         """Break what is connected, and refuse what comes."""
-        self._open = False
-        for end in self._ends:
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-        self._ends = []
+        with self._cutting:
+            self._open = False
+            for end in self._ends:
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+            self._ends = []
 
     def mend(self) -> None:
         """Let connections in again."""

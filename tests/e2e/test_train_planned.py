@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,11 @@ BASE: dict[str, Any] = {
 }  # fmt: skip
 
 
+def on_two(work: Callable[..., Any], *args: Any) -> list[Any]:
+    """Results of two ranks, on a machine that has measured no speeds."""
+    return run_ranks(2, work, *args, environ={"XDG_CACHE_HOME": "/nowhere"})
+
+
 def trained(settings: dict[str, Any]) -> dict[str, float]:
     result = train.run(config.from_mapping(settings), console=Console(quiet=True))
     return dict(result.metrics["deepfm"])
@@ -58,13 +64,13 @@ def test_a_planned_run_is_the_run_and_its_plan_can_be_read(tmp_path: Path) -> No
     alone = trained(with_(tmp_path / "alone"))
     limits = {"default": "auto", "tables": {"f0": "column_wise"},
               "constraints": {"f1": {"ranks": [1]}}}  # fmt: skip
-    auto = run_ranks(2, trained, with_(tmp_path / "auto", placement=limits))
+    auto = on_two(trained, with_(tmp_path / "auto", placement=limits))
     assert auto[0] == auto[1] and auto[0]["auc"] == pytest.approx(alone["auc"], abs=1e-6)
     (folder,) = (tmp_path / "auto").iterdir()
     plan = read_plan(folder)
     kinds = {one.name: (one.sharding, tuple(one.ranks())) for one in plan.tables}
     assert kinds["f0"] == ("column_wise", (0, 1)) and kinds["f1"] == ("table_wise", (1,))
-    read = run_ranks(2, trained, with_(tmp_path / "read", plan=str(folder)))
+    read = on_two(trained, with_(tmp_path / "read", plan=str(folder)))
     assert read[0]["auc"] == pytest.approx(alone["auc"], abs=1e-6)
 
 
@@ -77,11 +83,11 @@ def refused(settings: dict[str, Any]) -> str:
 @pytest.mark.slow
 def test_a_plan_that_fails_ends_every_rank(tmp_path: Path) -> None:
     bad = with_(tmp_path / "a", placement={"default": "auto", "constraints": {"f9": {}}})
-    for text in run_ranks(2, refused, bad):
+    for text in on_two(refused, bad):
         assert "unknown table of a constraint" in text
     file = tmp_path / "plan.json"
     file.write_text(json.dumps({"format": "shoal-plan"}))
-    for text in run_ranks(2, refused, with_(tmp_path / "b", plan=str(file))):
+    for text in on_two(refused, with_(tmp_path / "b", plan=str(file))):
         assert "shoal plan" in text
 
 
@@ -90,19 +96,19 @@ def test_a_topology_of_other_devices_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text("device: cpu\nnodes: 2\ndevices_per_node: 2\n")
     bad = with_(tmp_path / "a", placement="auto", topology=str(file))
-    for text in run_ranks(2, refused, bad):
+    for text in on_two(refused, bad):
         assert "4 on nodes of 2" in text and "2 on nodes of 2, the ranks of the launcher" in text
 
 
 @pytest.mark.slow
 def test_a_plan_of_rows_elsewhere_is_refused(tmp_path: Path) -> None:
-    auto = run_ranks(2, trained, with_(tmp_path / "auto", placement="auto"))
+    auto = on_two(trained, with_(tmp_path / "auto", placement="auto"))
     (folder,) = (tmp_path / "auto").iterdir()
     plan = read_plan(folder)
     moved = replace(plan, tables=(replace(plan.tables[0], tier="host"), *plan.tables[1:]))
     file = tmp_path / "plan.json"
     file.write_text(moved.to_json())
-    for text in run_ranks(2, refused, with_(tmp_path / "read", plan=str(file))):
+    for text in on_two(refused, with_(tmp_path / "read", plan=str(file))):
         assert "where a plan keeps rows: got f0: host; allowed: device" in text
     assert not (tmp_path / "read").exists() and auto[0] == auto[1]
 
@@ -126,16 +132,16 @@ def test_the_plan_of_a_checkpoint_is_kept_if_that_is_asked(tmp_path: Path) -> No
         return {t.name: (t.sharding, tuple(t.ranks())) for t in read_plan(folder).tables}
 
     first = of_run("first", {"f0": {"sharding": "column_wise"}, "f1": {"ranks": [1]}})
-    run_ranks(2, trained, first)
+    on_two(trained, first)
     begun = where("first")
     assert begun["f0"][0] == "column_wise" and begun["f1"] == ("table_wise", (1,))
     # What a later plan would have otherwise.
     other = of_run("first", {"*": {"sharding": "row_wise"}})
-    run_ranks(2, continued, other, None)
+    on_two(continued, other, None)
     free = where("first")
     assert free["f1"] == ("row_wise", (0, 1))
     # The newest checkpoint is of the first run still: nothing was left to train.
-    run_ranks(2, continued, other, "1")
+    on_two(continued, other, "1")
     assert where("first") == begun
 
 
@@ -143,8 +149,8 @@ def test_the_plan_of_a_checkpoint_is_kept_if_that_is_asked(tmp_path: Path) -> No
 def test_a_plan_in_a_checkpoint_that_is_damaged_ends_every_rank(tmp_path: Path) -> None:
     settings = with_(tmp_path / "run", placement="auto")
     saved = {**settings, "checkpoint": {"dir": str(tmp_path / "saved"), "resume": "auto"}}
-    run_ranks(2, trained, saved)
-    for text in run_ranks(2, spoiled, saved):
+    on_two(trained, saved)
+    for text in on_two(spoiled, saved):
         assert "shoal plan" in text and "no plan at all" in text
 
 
@@ -185,7 +191,7 @@ def collective() -> tuple[str, str, list[str]]:
 
 @pytest.mark.slow
 def test_rank_0_plans_for_all() -> None:
-    first, second = run_ranks(2, collective)
+    first, second = on_two(collective)
     assert first[0] == second[0]
     assert "unknown table" in first[1] and "unknown table" in second[1]
     assert "a" not in first[2] and "a" in second[2]

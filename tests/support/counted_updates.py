@@ -27,6 +27,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from shoal.checkpoint import CheckpointStore
 from shoal.comm import transport
 from shoal.placement import hash_ids, owners
 from shoal.ps.client import RowsOverServers
@@ -208,10 +209,10 @@ class Job:
         found = {path.name: path.read_text()[-3000:] for path in self.folder.glob("*.log")}
         return f"{self.done()} {json.dumps(found, indent=1)}"
 
-    def stores(self, index: int) -> int:
-        """Checkpoints that a server has finished by now."""
-        folder = Path(store_of(self.folder / "store", index, self.count))
-        return len(list(folder.glob("*/manifest.json")))
+    def saves(self, index: int) -> int:
+        """How often a server has saved by now, in all its lives; old checkpoints go."""
+        newest = CheckpointStore(store_of(self.folder / "store", index, self.count)).latest()
+        return 0 if newest is None else newest.step
 
     def saved(self, index: int) -> dict[str, int]:
         """Of each worker, the last update in the newest checkpoint of a server."""

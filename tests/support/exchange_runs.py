@@ -312,7 +312,7 @@ def rank_runs(cases: Sequence[Case], device: str = "cpu") -> list[Outcome]:
     if on_gpu:
         torch.cuda.set_device(place)
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    collectives = TorchCollectives(_world(), place, 120.0 if on_gpu else 20.0)
+    collectives = TorchCollectives(_world(), place, 120.0)
     try:
         return [
             rank_run(case, collectives, partial(make_shard, device=str(place))) for case in cases

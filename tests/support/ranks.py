@@ -48,8 +48,10 @@ class Ranks:
         """For each rank (True, result) or (False, traceback or reason); kills what hangs."""
         found: dict[int, tuple[bool, Any]] = {}
         open_pipes = dict(enumerate(self.pipes))
-        while open_pipes and time.monotonic() < self.deadline:
+        while open_pipes:
             ready = wait(list(open_pipes.values()), timeout=0.2)
+            if not ready and time.monotonic() > self.deadline:
+                break
             for rank in [rank for rank, pipe in open_pipes.items() if pipe in ready]:
                 try:
                     found[rank] = pickle.loads(open_pipes[rank].recv_bytes())
