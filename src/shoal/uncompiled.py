@@ -23,7 +23,8 @@ def uncompiled(target: Marked) -> Marked:
     """
     for made in vars(target).values() if isinstance(target, type) else (target,):
         made = made.fget if isinstance(made, property) else getattr(made, "__func__", made)
-        if isinstance(made, FunctionType):
+        # Python 3.13 gives every dataclass a function of `dataclasses`, which is not ours alone.
+        if isinstance(made, FunctionType) and made.__module__ == target.__module__:
             # The code of a decorator's wrapper is not ours alone.
             marked: tuple[Any, ...] = (made, inspect.unwrap(made))
             eval_frame.set_code_exec_strategy(marked[1].__code__, _SKIP)

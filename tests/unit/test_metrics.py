@@ -270,7 +270,7 @@ def test_bad_batches_raise_and_change_nothing(
     before = metric.compute()
     with pytest.raises(error):
         metric.update(scores, labels, weights)
-    assert metric.compute() == before
+    assert repr(metric.compute()) == repr(before)  # of empty bins, not a number
 
 
 def test_nan_prediction_says_where() -> None:

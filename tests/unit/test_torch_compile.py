@@ -28,6 +28,7 @@ from shoal import (
 )
 from shoal.comm.collectives import LocalCollectives
 from shoal.errors import DeviceUnavailable, ShoalError
+from shoal.uncompiled import uncompiled
 
 # Of the compiler itself: it looks at `.grad` of everything.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -216,6 +217,17 @@ def test_the_dense_part_exports_and_the_collection_says_why_it_does_not() -> Non
 
 
 @pytest.mark.slow
+def test_marking_leaves_functions_of_others_alone() -> None:
+    def own() -> None: ...
+
+    def other() -> None: ...
+
+    other.__module__ = "dataclasses"
+    uncompiled(type("Marked", (), {"own": own, "other": other, "__module__": __name__}))
+    assert hasattr(own, "_torchdynamo_disable")
+    assert not hasattr(other, "_torchdynamo_disable")
+
+
 def test_marking_does_not_import_the_compiler() -> None:
     code = "import sys, shoal; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
