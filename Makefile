@@ -40,6 +40,7 @@ demo-online: setup
 	$(BIN)/python examples/demo_online.py $(SETTINGS)
 
 # A part of each subject, in less than eight minutes on two cores; `make test-all` has the rest.
+# Under another Python: `make test VENV=.venv-3.13 PYTHON=python3.13`.
 test: setup
 	$(BIN)/python -m pytest -n $(CORES) --dist loadgroup -m "not gpu and not slow" tests
 
@@ -59,13 +60,15 @@ check: setup
 test-slow: setup
 	$(BIN)/python -m pytest -m slow tests
 
-# 200 saves and more that are killed.
-# Damaged messages for the decoders of replicas and of servers, ten minutes each.
+# Damaged messages for the decoders of replicas and of servers, ten minutes each; property tests with
+# examples that `make test` does not draw.
 FUZZ_S ?= 600
 fuzz: setup
 	PYTHONPATH=tests $(BIN)/python -W error::RuntimeWarning -m support.wire_fuzz sync --seconds $(FUZZ_S)
 	PYTHONPATH=tests $(BIN)/python -W error::RuntimeWarning -m support.wire_fuzz serve --seconds $(FUZZ_S)
+	$(BIN)/python -m pytest -n $(CORES) --hypothesis-profile=explore -m "not gpu" tests/property
 
+# 200 saves and more that are killed.
 test-crash: setup
 	$(BIN)/python -m pytest -s tests/e2e/test_checkpoint_crash.py
 

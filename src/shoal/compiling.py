@@ -43,8 +43,9 @@ def check_compile(how: Compile, device: torch.device, keeping: Sequence[str] = (
         ConfigError: a mode with CUDA graphs on another device, or with a setting that keeps.
         DeviceUnavailable: no C++ compiler for a CPU.
     """
-    if not isinstance(how, bool) and how not in get_args(CompileMode):
-        raise unknown_name("mode of compile", how, get_args(CompileMode))
+    modes = get_args(CompileMode)
+    if how not in (None, False, True, *modes):
+        raise unknown_name("mode of compile", how, ("false", "true", *modes))
     for setting in keeping if has_cuda_graphs(how) else ():
         remedy = "Set compile=true: CUDA graphs use the memory of gradients again."
         raise ConfigError(f"compile with {setting}", how, _OTHERS, remedy)

@@ -52,6 +52,7 @@ __all__ = [
     "collective_failed",
     "describe",
     "did_you_mean",
+    "known_name",
     "no_package",
     "of_kind",
     "out_of_device_memory",
@@ -217,7 +218,7 @@ def unknown_name(what: str, got: object, known: Iterable[str], *, remedy: str = 
     hint = " ".join(filter(None, (did_you_mean(str(got), names), remedy)))
     return UnknownName(
         f"unknown {what}",
-        got=repr(got),
+        got=repr(got) if isinstance(got, str) else f"{got!r:.100}",
         allowed=", ".join(names[:_LISTED]) + more or "none",
         remedy=hint or "Check the spelling.",
     )

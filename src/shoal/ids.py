@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal._core import ops as core
 from shoal.address import address, check_int64
-from shoal.errors import ConfigError, DTypeError, InputError, known_name, of_kind, unknown_name
+from shoal.errors import ConfigError, DTypeError, InputError, known_name, of_kind
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -252,9 +252,7 @@ class SlotRegistry:
         Raises:
             UnknownName: the slot was never registered.
         """
-        if slot not in self._names:
-            known = [str(known) for known in self._names]
-            raise unknown_name("slot", str(slot), known, remedy="Register it first.")
+        known_name("slot", slot, self._names, remedy="Register it first.")
         return self._names[slot]
 
     def items(self) -> Iterator[tuple[str, int]]:
@@ -269,8 +267,7 @@ class SlotRegistry:
 
 
 def _bits(layout: str) -> tuple[int, int]:
-    if str(layout) not in BITS:
-        raise unknown_name("fid layout", layout, BITS)
+    known_name("fid layout", str(layout), BITS)
     return BITS[layout]
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 from shoal.address import check_int64
-from shoal.errors import ConfigError, all_of_kind, of_kind
+from shoal.errors import ConfigError, of_kind
 from shoal.ids import mix64, salt, to_signed
 from shoal.rules.rule import Allowed, Checked, named, whole
 
@@ -145,10 +145,9 @@ def unsigned_mod(ids_N: Tensor, divisor: int) -> Tensor:
     return ((high_N % divisor) * ((1 << 32) % divisor) + low_N) % divisor
 
 
-def _check_ranks(ranks: int) -> int:
+def _check_ranks(ranks: int) -> None:
     fits, remedy = whole(1, BUCKETS).fits(ranks), "Split a table over fewer ranks."
     _require(fits, "ranks of a uniform split", ranks, f"1..{BUCKETS}", remedy)
-    return ranks
 
 
 def _check_divisor(divisor: int) -> None:
@@ -192,6 +191,7 @@ class Hosted(Checked):
 
     def __post_init__(self) -> None:
         Checked.__post_init__(self)
+        object.__setattr__(self, "ranks", tuple(map(int, self.ranks)))  # numpy's are no JSON
         columns, remedy = f"[{self.start}, {self.stop})", "Give a slice one column or more."
         what = f"columns of {self.described()}"
         _require(self.start < self.stop, what, columns, "start < stop", remedy)
@@ -382,9 +382,19 @@ def sharded(
     return place(table, dim, where)
 
 
+def _all_ranks(table: str, world_size: int) -> tuple[int, ...]:
+    fits, remedy = whole(1, BUCKETS).fits(world_size), "Pass the number of ranks of the job."
+    _require(fits, f"ranks of table {table!r}", repr(world_size), f"1..{BUCKETS}", remedy)
+    return tuple(range(world_size))
+
+
+def _listed(table: str, ranks: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(of_kind(f"ranks of table {table!r}", ranks, Iterable))
+
+
 def row_wise(table: str, dim: int, world_size: int) -> tuple[Hosted, ...]:
     """All columns, rows split over all ranks."""
-    return (Hosted(table, 0, dim, tuple(range(_check_ranks(world_size)))),)
+    return (Hosted(table, 0, dim, _all_ranks(table, world_size)),)
 
 
 def table_wise(table: str, dim: int, rank: int) -> tuple[Hosted, ...]:
@@ -400,12 +410,12 @@ def column_wise(table: str, dim: int, ranks: Sequence[int]) -> tuple[Hosted, ...
     Raises:
         ConfigError: more ranks than columns.
     """
-    return grid(table, dim, [(rank,) for rank in all_of_kind(f"ranks of {table!r}", ranks, int)])
+    return grid(table, dim, [(rank,) for rank in _listed(table, ranks)])
 
 
 def table_row_wise(table: str, dim: int, ranks: Sequence[int]) -> tuple[Hosted, ...]:
     """All columns, rows split over some ranks: those of one node."""
-    return (Hosted(table, 0, dim, all_of_kind(f"ranks of {table!r}", ranks, int)),)
+    return (Hosted(table, 0, dim, _listed(table, ranks)),)
 
 
 def grid(table: str, dim: int, column_nodes: Sequence[tuple[int, ...]]) -> tuple[Hosted, ...]:
@@ -416,8 +426,8 @@ def grid(table: str, dim: int, column_nodes: Sequence[tuple[int, ...]]) -> tuple
     Raises:
         ConfigError: more slices than columns.
     """
-    column_nodes = all_of_kind(f"ranks of slices of {table!r}", column_nodes, Sequence)
-    count = len(column_nodes)
+    slices = [_listed(table, ranks) for ranks in _listed(table, column_nodes)]
+    count = len(slices)
     _require(
         type(dim) is int and 0 < count <= dim,
         f"column slices of table {table!r}",
@@ -428,11 +438,11 @@ def grid(table: str, dim: int, column_nodes: Sequence[tuple[int, ...]]) -> tuple
     unit = _WIDE_LOAD if dim % _WIDE_LOAD == 0 and dim // _WIDE_LOAD >= count else 1
     cuts = [-(-k * (dim // unit) // count) * unit for k in range(count + 1)]
     return tuple(
-        Hosted(table, start, stop, tuple(ranks))
-        for (start, stop), ranks in zip(pairwise(cuts), column_nodes, strict=True)
+        Hosted(table, start, stop, ranks)
+        for (start, stop), ranks in zip(pairwise(cuts), slices, strict=True)
     )
 
 
 def data_parallel(table: str, dim: int, world_size: int) -> tuple[Hosted, ...]:
     """The whole table on every rank."""
-    return (Hosted(table, 0, dim, tuple(range(_check_ranks(world_size))), replicated=True),)
+    return (Hosted(table, 0, dim, _all_ranks(table, world_size), replicated=True),)

@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,7 +116,7 @@ def page_of(body: bytes) -> bytes:
 def serve_decoder(folder: Path) -> Iterator[Decode]:
     """A server's methods without its ports, of a model that is trained in the folder."""
     with (
-        asyncio.Runner() as runner,
+        closing(asyncio.new_event_loop()) as loop,
         Repository([FolderSource(trained(folder, baselines=[]))], every_s=3600) as models,
         Service(models) as service,
     ):
@@ -141,7 +141,7 @@ def serve_decoder(folder: Path) -> Iterator[Decode]:
             kind, path, *size = message.to.split()
             if kind == "grpc":
                 return grpc(path, message.raw)
-            return runner.run(http(path, "".join(size), message.raw))
+            return loop.run_until_complete(http(path, "".join(size), message.raw))
 
         yield decode
 

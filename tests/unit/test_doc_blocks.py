@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
-import tomllib
 import typer
 import yaml
 from click import ClickException
@@ -35,6 +34,7 @@ from shoal.errors import ShoalError
 from shoal.planner import read_topology
 from support.pages import PAGES, ROOT, Block, blocks_of, name_of
 
+tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
 NOT_RUN = {"on a GPU", "with servers", "with an export", "a fragment"}
 SHOWN = {"text", "mermaid"}
 TITLE = re.compile(r'title="([\w./-]+)"')

@@ -110,14 +110,17 @@ CASES: list[tuple[Callable[[], Any], str]] = [
         lambda: DistributedModelParallel(Model(), grad_reduce="avg"),
         "unknown grad_reduce: got 'avg'",
     ),
-    (lambda: DistributedModelParallel(Model(), compile=3), "unknown mode of compile: got 3"),
+    (
+        lambda: DistributedModelParallel(Model(), compile=3),
+        "unknown mode of compile: got 3; allowed: .*false, .*true",
+    ),
     (lambda: Table(SPEC, shard=3), "shard: got 3 .int.; allowed: a shard"),
     (lambda: EmbeddingCollection([SPEC], [FEATURE], shard=Model()), "shard: got Model"),
-    (lambda: placement.row_wise("t", 2, "2"), "ranks of a uniform split: got 2"),
-    (lambda: placement.data_parallel("t", 2, None), "ranks of a uniform split: got None"),
-    (lambda: placement.column_wise("t", 2, 2), "ranks of 't': got 2 .int."),
-    (lambda: placement.table_row_wise("t", 2, 2), "ranks of 't': got 2 .int."),
-    (lambda: placement.grid("t", 2, [1]), "one of ranks of slices of 't': got 1 .int."),
+    (lambda: placement.row_wise("t", 2, "2"), "ranks of table 't': got '2'"),
+    (lambda: placement.data_parallel("t", 2, None), "ranks of table 't': got None"),
+    (lambda: placement.column_wise("t", 2, 2), "ranks of table 't': got 2 .int."),
+    (lambda: placement.table_row_wise("t", 2, 2), "ranks of table 't': got 2 .int."),
+    (lambda: placement.grid("t", 2, [1]), "ranks of table 't': got 1 .int."),
     (lambda: placement.owners("t", IDS), "slice of a table: got 't'"),
     (lambda: placement.owners(placement.row_wise("t", 2, 2)[0], [1]), "hashes"),
     (lambda: Piecewise(3, (1.0,)), "boundaries of Piecewise: got 3"),
@@ -167,3 +170,29 @@ def test_numbers_of_numpy_are_taken() -> None:
     assert models.MLP(four, (four,), out_features=1)(torch.zeros(2, 4)).shape == (2, 1)
     metrics.BinaryMetrics(bins=four)
     assert Momentum(nesterov=np.bool_(True)).nesterov
+
+
+@pytest.mark.parametrize(
+    "ranks", [np.arange(2), [np.int64(0), np.int64(1)], range(2), {0: 0, 1: 0}]
+)
+def test_ranks_may_be_numpy_s(ranks: Any) -> None:
+    split, cut = placement.table_row_wise("t", 4, (0, 1)), placement.column_wise("t", 4, (0, 1))
+    assert placement.table_row_wise("t", 4, ranks) == split
+    assert placement.column_wise("t", 4, ranks) == cut
+    assert placement.grid("t", 4, [ranks]) == split
+    hosted = placement.table_row_wise("t", 4, ranks)
+    assert '"ranks": [\n' in placement.Placement(2, hosted).to_json()
+
+
+def test_boundaries_may_be_numpy_s() -> None:
+    rates = Piecewise(range(1, 3), np.array([0.3, 0.2, 0.1]))  # type: ignore[arg-type]
+    assert rates == Piecewise((1, 2), (0.3, 0.2, 0.1))
+    assert [rates(step) for step in range(4)] == [0.3, 0.2, 0.1, 0.1]
+
+
+@pytest.mark.parametrize("most", [np.float32(1), np.array(1.0), torch.tensor(1.0), 1])
+def test_a_norm_may_be_any_number(most: Any) -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([3.0, 4.0])
+    assert clip_grad_norm_([weight], (), most) == 5
+    torch.testing.assert_close(weight.grad, torch.tensor([0.6, 0.8]))

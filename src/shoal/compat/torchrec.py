@@ -115,7 +115,8 @@ def import_weights(
             or two of one table.
         UnknownName: a table that `tables` does not have.
         ShapeError: another width.
-        DTypeError: weights that are not floating-point numbers. Nothing was written then.
+        DTypeError: weights that are sparse, or of a dtype that the table's does not hold. Nothing
+            was written then.
     """
     state = source.state_dict() if isinstance(source, nn.Module) else source
     found = [(_WEIGHT.search(key), one) for key, one in state.items()]
@@ -127,9 +128,11 @@ def import_weights(
         raise InputError("tables to import", got, allowed, remedy)
     for name, weights_ND in named.items():
         dim = tables.table(name).spec.dim
-        if not weights_ND.is_floating_point():
-            kind, allowed = weights_ND.dtype, "float64, float32, float16 or bfloat16"
-            raise DTypeError(f"weights of table {name!r}", kind, allowed, "Dequantise them first.")
+        kind, wanted = weights_ND.dtype, real_dtype(tables.table(name).spec)
+        fits = kind.is_floating_point and torch.promote_types(kind, wanted) is wanted
+        if not fits or weights_ND.layout is not torch.strided:
+            got, allowed = f"{weights_ND.layout}, {kind}", f"dense numbers that {wanted} holds"
+            raise DTypeError(f"weights of table {name!r}", got, allowed, "Convert them first.")
         if weights_ND.ndim != 2 or weights_ND.shape[1] != dim:
             what, shape = f"shape of the weights of table {name!r}", tuple(weights_ND.shape)
             raise ShapeError(what, shape, f"[N, {dim}]", "Import them into a table of that width.")

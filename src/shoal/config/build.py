@@ -34,7 +34,7 @@ from shoal.data.sampler_service import shared_sampler
 from shoal.data.samplers import Sampling, read_items
 from shoal.embedding.combiners import Combiner, FirstN, ReduceMean, ReduceSum
 from shoal.embedding.layouts import Feature, Layout, LayoutSlice
-from shoal.errors import ConfigError, unknown_name
+from shoal.errors import ConfigError, known_name, unknown_name
 from shoal.models import BIAS, VEC, Inputs, ModelSpec, Task
 from shoal.models.tasks import EMBEDDINGS, FIRST_ORDER, SEQUENCES, InBatchSoftmax, tasks_of
 from shoal.table.factory import resolve_device
@@ -187,13 +187,8 @@ def feature_settings(config: RunConfig, offered: Sequence[str]) -> Mapping[str, 
         UnknownName: a feature that the data does not have.
     """
     for name in config.features:
-        if name not in offered:
-            raise unknown_name(
-                f"feature of data.source {config.data.source.kind!r}",
-                name,
-                offered,
-                remedy="Name an id column of the data.",
-            )
+        what = f"feature of data.source {config.data.source.kind!r}"
+        known_name(what, name, offered, remedy="Name an id column of the data.")
     return config.features or {name: FeatureSettings() for name in offered}
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.embedding.combiners import COMBINERS, Combiner, ReduceSum
-from shoal.errors import ConfigError, ShapeError, known_name, unknown_name
+from shoal.errors import ConfigError, ShapeError, known_name
 from shoal.lookup import Columns, Joined, LayoutKind, Pooling, PoolPlan, join, plan_of
 from shoal.ragged import KeyedRagged, Ragged
 from shoal.rules.rule import Checked, whole
@@ -150,9 +150,8 @@ class Layout(Checked):
     slices: tuple[LayoutSlice, ...]
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            remedy = "Monolith's NONE, CONCAT, STACK and ADDN are written in lower case."
-            raise unknown_name(f"kind of layout {self.name!r}", self.kind, KINDS, remedy=remedy)
+        remedy = "Monolith's NONE, CONCAT, STACK and ADDN are written in lower case."
+        known_name(f"kind of layout {self.name!r}", self.kind, KINDS, remedy=remedy)
         if not self.slices:
             raise ConfigError(f"slices of layout {self.name!r}", "none", "one or more", "Name one.")
         Checked.__post_init__(self)

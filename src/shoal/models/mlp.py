@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import ConfigError, ShapeError, all_of_kind, unknown_name
+from shoal.errors import ConfigError, ShapeError, all_of_kind, known_name
 from shoal.models.tasks import Objective, Pointwise, Task
 
 BIAS = "bias"
@@ -107,9 +107,8 @@ class Inputs(NamedTuple):
             UnknownName: one is none of them.
         """
         for name in features:
-            if name not in self.names:
-                remedy = "Name pooled features of the data."
-                raise unknown_name("feature of the model", name, self.names, remedy=remedy)
+            remedy = "Name pooled features of the data."
+            known_name("feature of the model", name, self.names, remedy=remedy)
         return [self.names.index(name) for name in features]
 
     def flatten(self, dense_B: Tensor | None, embeddings_BFD: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, known_name, unknown_name
+from shoal.errors import ConfigError, DTypeError, InputError, ShapeError, known_name
 from shoal.kernels.host_copies import sent
 from shoal.lookup import (
     Columns,
@@ -170,9 +170,7 @@ class FeatureConfigs:
         return [join(layout, out.out_type, parts)]
 
     def _columns(self, layout: str, piece: SliceConfig) -> Columns:
-        if piece.feature_name not in self.feature_configs:
-            what = f"feature in layout {layout!r}"
-            raise unknown_name(what, piece.feature_name, self.feature_configs)
+        known_name(f"feature in layout {layout!r}", piece.feature_name, self.feature_configs)
         config = self.feature_configs[piece.feature_name]
         if piece.end > config.width:
             what = f"end of a slice of {piece.feature_name!r} in layout {layout!r}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import SupportsFloat
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +50,7 @@ def clip_grad_norm_(
     dense = all_of_kind("dense_params", dense, Tensor)
     members = [sparse] if isinstance(sparse, SparseOptimizer) else sparse
     members = all_of_kind("sparse", members, SparseOptimizer)
-    of_kind("max_norm", max_norm, int, float, Tensor)
+    of_kind("max_norm", max_norm, SupportsFloat)
     # An empty sum has no largest element, which the infinity norm would ask for.
     tables = [
         proxy

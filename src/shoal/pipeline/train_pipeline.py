@@ -16,7 +16,7 @@ over all ranks, so that uneven batches give the gradient of the whole window's m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -334,7 +334,7 @@ def create_train_pipeline(
         snapshot_before=snapshot_before,
         evict_due_s=evict_due_s,
     )
-    pipeline.hooks = tuple(of_kind("hooks", hooks, Sequence))
+    pipeline.hooks = tuple(of_kind("hooks", hooks, Iterable))
     return pipeline
 
 

@@ -107,10 +107,10 @@ def _tables(name: str, own: dict[str, Any]) -> list[TableInput]:
 
 
 def _whole(what: str, value: Any, low: int = 1) -> int:
-    allowed = whole(low)
-    if not allowed.fits(value):
-        raise ConfigError(what, repr(value), allowed.words, "Round it.")
-    return int(value)
+    number = float(value)  # of 3.0e7 in YAML, or of a text
+    if not number.is_integer() or number < low:
+        raise ConfigError(what, repr(value), whole(low).words, "Set it to a whole number.")
+    return int(number)
 
 
 def sizes_of(text: str) -> list[int]:

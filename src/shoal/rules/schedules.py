@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
+from shoal.errors import of_kind
 from shoal.rules.rule import Allowed, Checked, NotNegative, Positive, Steps, at_least, check, whole
 
 __all__ = [
@@ -46,7 +48,6 @@ _RISING = Allowed(
     lambda steps: list(steps) == sorted(set(steps)),
     "Sort them and drop repeats.",
 )
-_SEVERAL = Allowed("several numbers", lambda values: isinstance(values, tuple | list))
 Rate = Annotated[
     float | Schedule,
     Allowed(_RATE.words, lambda value: isinstance(value, Schedule) or _RATE.fits(value)),
@@ -142,7 +143,8 @@ class Piecewise(Schedule):
 
     def __post_init__(self) -> None:
         for name in ("boundaries", "values"):
-            check(self, name, getattr(self, name), _SEVERAL)
+            given = of_kind(f"{name} of Piecewise", getattr(self, name), Iterable)
+            object.__setattr__(self, name, tuple(given))
         for boundary in self.boundaries:
             check(self, "boundaries", boundary, whole(1))
         Schedule.__post_init__(self)

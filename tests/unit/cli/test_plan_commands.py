@@ -144,3 +144,7 @@ def test_tables_without_sense(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ConfigError, match=f"{what}; allowed: a whole number"):
             read_tables(file)
+    file.write_text("{tables: {a: {rows: 1, dim: 4.0}}, batch_size: '512', dense_weights: 3.0e7}")
+    found = read_tables(file)
+    assert found is not None
+    assert (found.tables[0].dim, found.batch_size, found.dense_weights) == (4, 512, 30_000_000)

@@ -47,7 +47,7 @@ def test_weights_of_an_embedding_bag_collection_are_rows_by_number() -> None:
     torch.testing.assert_close(tables.eval()(ids)["out"], expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_weights_take_the_dtype_of_their_table(dtype: torch.dtype) -> None:
     tables = collection()
     source = Bags(t=tables.tables["t"].dim).to(dtype)
@@ -73,7 +73,10 @@ def test_weights_that_do_not_fit_are_refused() -> None:
     dim = tables.tables["t"].dim
     with pytest.raises(ShapeError, match="weights of table 't'"):
         torchrec.import_weights(tables, Bags(t=dim + 1))
-    with pytest.raises(DTypeError, match=r"int8.*Dequantise"):
+    for weights in (torch.zeros(2, dim, dtype=torch.float64), torch.zeros(2, dim).to_sparse()):
+        with pytest.raises(DTypeError, match="weights of table 't'"):
+            torchrec.import_weights(tables, {"embedding_bags.t.weight": weights})
+    with pytest.raises(DTypeError, match="int8; allowed: dense numbers"):
         torchrec.import_weights(
             tables, {"embedding_bags.t.weight": torch.zeros(2, dim, dtype=torch.int8)}
         )
