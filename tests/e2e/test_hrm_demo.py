@@ -37,8 +37,7 @@ SHORT = (
 def test_only_rows_that_learn_know_the_rules(tmp_path: Path) -> None:
     learned, frozen = demo.demonstrate(tmp_path, task=TASK, settings=SHORT)
     assert learned.steps == frozen.steps == 320
-    # By seed 0.87 to 0.98, and rounding, which differs by processor, acts as a seed does.
-    assert learned.exact >= 0.7, learned.exact
+    assert learned.exact >= 0.8, learned.exact
     # By chance a grid of nine cells is never guessed, whatever is common to all rules.
     assert frozen.exact <= 0.1, frozen.exact
     kept, test = learned.kept, read_split(tmp_path / "data", "test").sets["all"]

@@ -216,7 +216,6 @@ def test_the_dense_part_exports_and_the_collection_says_why_it_does_not() -> Non
         torch.compile(net, backend="eager", fullgraph=True)(batch(2))
 
 
-@pytest.mark.slow
 def test_marking_leaves_functions_of_others_alone() -> None:
     def own() -> None: ...
 
@@ -228,6 +227,7 @@ def test_marking_leaves_functions_of_others_alone() -> None:
     assert not hasattr(other, "_torchdynamo_disable")
 
 
+@pytest.mark.slow
 def test_marking_does_not_import_the_compiler() -> None:
     code = "import sys, shoal; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
